@@ -1,0 +1,44 @@
+# Two commands matter: `make demo` and `make test`.  Both set everything up first, in a
+# virtual environment of their own, from versions pinned in constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test check unit wheel bench clean
+
+demo: $(READY)
+	$(BIN)/buoy demo
+
+test: check unit wheel
+
+# Style and types.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The suite, on all cores; the header says in one line what it leaves out.
+unit: $(READY)
+	$(BIN)/pytest -n auto --dist worksteal
+
+# The built wheel installs alone, pulls nothing in, and works.
+wheel: $(READY)
+	$(BIN)/python tests/try_wheel.py
+
+bench: $(READY)
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Buoy needs Python 3.11 or newer, this is %s; set PYTHON=..." % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[torch,jax,cli]' --group dev
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

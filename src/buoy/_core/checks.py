@@ -1,0 +1,92 @@
+"""Checks of a policy's configuration, each naming field, value and accepted range."""
+
+import math
+from typing import Any
+
+from buoy._core.errors import PolicyError
+
+__all__ = ["boolean", "choice", "number", "ordered", "whole"]
+
+
+def number(
+    policy: Any,
+    field: str,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    optional: bool = False,
+    finite: bool = True,
+) -> None:
+    """Refuse what is not a real number within the given range.
+
+    `above` and `below` are exclusive, `least` and `most` inclusive.
+    """
+    value = getattr(policy, field)
+    if optional and value is None:
+        return
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if (
+        real
+        and above < value < below
+        and least <= value <= most
+        and (math.isfinite(value) or not finite)
+    ):
+        return
+    kind = "a finite number" if finite else "a number"
+    accepted = [kind]
+    if above > -math.inf:
+        accepted.append(f"greater than {above:g}")
+    if least > -math.inf:
+        accepted.append(f"at least {least:g}")
+    if below < math.inf:
+        accepted.append(f"less than {below:g}")
+    if most < math.inf:
+        accepted.append(f"at most {most:g}")
+    _refuse(
+        policy,
+        field,
+        " ".join(accepted[:2])
+        if len(accepted) < 3
+        else f"{accepted[0]} {accepted[1]} and {accepted[2]}",
+    )
+
+
+def whole(policy: Any, field: str, *, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    value = getattr(policy, field)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return
+    _refuse(policy, field, f"a whole number of at least {least}")
+
+
+def boolean(policy: Any, field: str) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(getattr(policy, field), bool):
+        _refuse(policy, field, "True or False")
+
+
+def choice(policy: Any, field: str, accepted: tuple[str, ...]) -> None:
+    """Refuse what is not one of the named choices."""
+    if getattr(policy, field) not in accepted:
+        _refuse(policy, field, "one of " + ", ".join(map(repr, accepted)))
+
+
+def ordered(policy: Any, lower: str, upper: str) -> None:
+    """Refuse a lower bound above the upper one."""
+    low, high = getattr(policy, lower), getattr(policy, upper)
+    if low > high:
+        message = (
+            f"{type(policy).__name__}: `{lower}` must not exceed `{upper}`, "
+            f"got {low!r} and {high!r}."
+        )
+        raise PolicyError(message)
+
+
+def _refuse(policy: Any, field: str, accepted: str) -> None:
+    message = (
+        f"{type(policy).__name__}: `{field}` must be {accepted}, "
+        f"got {getattr(policy, field)!r}."
+    )
+    raise PolicyError(message)

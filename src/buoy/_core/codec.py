@@ -1,0 +1,155 @@
+"""Policies and states as plain, versioned, JSON-able dicts, and back.
+
+Field lists are derived from the dataclasses, never typed again.  Reading is strict:
+an unknown version, class or field is an error, never a guess, and nothing is executed.
+"""
+
+import math
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+from buoy._core.backoff import Backoff, BackoffState
+from buoy._core.errors import BuoyError, StateVersionError
+from buoy._core.headroom import Headroom, HeadroomState
+from buoy._core.lognormal import LogNormal, LogNormalState
+from buoy._core.ops import Scalar
+from buoy._core.quirks import Quirks
+from buoy._core.static import NoScaling, Static, StaticState
+
+__all__ = ["VERSION", "decode", "encode", "register"]
+
+VERSION = 1
+
+_KINDS: dict[str, type[Any]] = {}
+
+
+def register(kind: type[Any]) -> type[Any]:
+    """Let a policy or state class be read back by its name; usable as a decorator."""
+    if not is_dataclass(kind):
+        message = f"Only dataclasses can be registered, got {kind!r}."
+        raise StateVersionError(message)
+    known = _KINDS.setdefault(kind.__name__, kind)
+    if known is not kind and known.__module__ != kind.__module__:
+        message = (
+            f"{kind.__name__!r} is registered already, by {known.__module__}. "
+            "Rename the class."
+        )
+        raise StateVersionError(message)
+    _KINDS[kind.__name__] = kind
+    return kind
+
+
+for _kind in (
+    Backoff, BackoffState, Headroom, HeadroomState, LogNormal, LogNormalState,
+    NoScaling, Quirks, Static, StaticState,
+):  # fmt: skip
+    register(_kind)
+
+
+def encode(value: Any) -> dict[str, Any]:
+    """Write a policy or a state as a dict of plain numbers, strings and lists.
+
+    Numbers on a device are read here: this is the one place of the core that waits.
+
+    Example:
+        >>> from buoy._core.static import Static
+        >>> encode(Static(init_scale=8.0))
+        {'buoy': 1, 'kind': 'Static', 'init_scale': 8.0, 'skip': True}
+    """
+    return {"buoy": VERSION, **_encode(value)}
+
+
+def decode(saved: Any) -> Any:
+    """Read back what `encode` wrote.
+
+    Example:
+        >>> decode({"buoy": 1, "kind": "Static", "init_scale": 8.0, "skip": True})
+        Static(init_scale=8.0, skip=True)
+    """
+    if not isinstance(saved, dict) or "buoy" not in saved:
+        message = (
+            "This is not a policy or state saved by Buoy: it has no `buoy` version. "
+            "For another scaler's state use `buoy.import_state`."
+        )
+        raise StateVersionError(message)
+    if saved["buoy"] != VERSION:
+        message = (
+            f"Saved by version {saved['buoy']!r} of the format; this Buoy reads "
+            f"version {VERSION}. Install the Buoy that wrote it, or a newer one."
+        )
+        raise StateVersionError(message)
+    return _decode({name: v for name, v in saved.items() if name != "buoy"})
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    if not is_dataclass(value) or isinstance(value, type):
+        message = f"Only policies and states can be saved, got {value!r}."
+        raise StateVersionError(message)
+    saved: dict[str, Any] = {"kind": type(value).__name__}
+    for field in fields(value):
+        if field.init:
+            saved[field.name] = _plain(getattr(value, field.name))
+    return saved
+
+
+def _plain(value: Scalar) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return _encode(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if not isinstance(value, float):
+        return _plain(value.item())
+    return value if math.isfinite(value) else repr(value)
+
+
+def _decode(saved: dict[str, Any]) -> Any:
+    kind = _KINDS.get(str(saved.get("kind")))
+    if kind is None:
+        message = (
+            f"Unknown kind {saved.get('kind')!r}. Known: {', '.join(sorted(_KINDS))}. "
+            "A third party's class must be imported, and registered, before it is read."
+        )
+        raise StateVersionError(message)
+    expected = {field.name: field for field in fields(kind) if field.init}
+    given = {name: value for name, value in saved.items() if name != "kind"}
+    unknown = sorted(set(given) - set(expected))
+    missing = sorted(
+        name
+        for name in set(expected) - set(given)
+        if expected[name].default is MISSING
+        and expected[name].default_factory is MISSING
+    )
+    if unknown or missing:
+        message = (
+            f"{kind.__name__} was saved with other fields: "
+            f"unknown {unknown or 'none'}, missing {missing or 'none'}. "
+            "It comes from another release of Buoy or was edited."
+        )
+        raise StateVersionError(message)
+    values = {name: _value(kind, name, value) for name, value in given.items()}
+    try:
+        return kind(**values)
+    except BuoyError as error:
+        raise StateVersionError(f"Saved {kind.__name__}: {error}") from error
+
+
+def _value(kind: type[Any], name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return _decode(value)
+    if isinstance(value, list):
+        return tuple(_value(kind, name, item) for item in value)
+    if not isinstance(value, str) or name in _words(kind):  # type: ignore[arg-type]
+        return value
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    message = f"{kind.__name__}: `{name}` must be a number, got {value!r}."
+    raise StateVersionError(message)
+
+
+@lru_cache(maxsize=128)
+def _words(kind: type[Any]) -> frozenset[str]:
+    """Name the fields that hold words, which are those whose default is one."""
+    return frozenset(f.name for f in fields(kind) if isinstance(f.default, str))

@@ -1,0 +1,232 @@
+"""Read other scalers' saved states into ours.
+
+Each importer takes the dict that its peer saves and gives a policy and the state to go
+on from.  What a peer does not save (Megatron and flax save no configuration) comes from
+its preset's defaults, or from keyword arguments.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+from buoy._core.backoff import Backoff, BackoffState
+from buoy._core.errors import StateVersionError
+from buoy._core.policy import Policy
+from buoy._core.registry import policy as make_policy
+
+__all__ = ["SOURCES", "Imported", "import_state"]
+
+Saved = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A policy and the state to go on from, out of another scaler's checkpoint."""
+
+    source: str
+    policy: Policy
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    needs: frozenset[str]  # keys that its saved state always has
+    knows: frozenset[str]  # keys that it may have
+    read: Callable[[dict[str, Any], dict[str, Any]], Imported]
+
+
+SOURCES: dict[str, _Source] = {}
+
+
+def import_state(
+    saved: Any, source: str | None = None, *, loss_id: int = 0, **parameters: Any
+) -> Imported:
+    """Read a saved state of torch, apex, DeepSpeed, Megatron, Keras, flax or Paddle.
+
+    The source is recognised by its keys, or named.  Objects (DeepSpeed pickles its
+    scaler) are read by their attributes.  `parameters` are the peer's own, for what it
+    does not save; `loss_id` picks one of apex's scalers.
+
+    Example:
+        >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+        ...          "growth_interval": 2000, "_growth_tracker": 7}
+        >>> found = import_state(saved)
+        >>> found.source, found.state.scale, found.state.clean_steps
+        ('torch', 1024.0, 7)
+    """
+    values = _values(saved, loss_id)
+    name = source or _recognise(values)
+    if name not in SOURCES:
+        message = f"Cannot read states of {name!r}. Known: {', '.join(SOURCES)}."
+        raise StateVersionError(message)
+    row = SOURCES[name]
+    missing, unknown = row.needs - set(values), set(values) - row.needs - row.knows
+    if missing or unknown:
+        message = (
+            f"This is not a {name} state that we know: missing "
+            f"{sorted(missing) or 'nothing'}, unknown {sorted(unknown) or 'nothing'}. "
+            "It may be of another version; load it with that library and pass its "
+            "numbers to the preset by hand."
+        )
+        raise StateVersionError(message)
+    return row.read(values, parameters)
+
+
+def _values(saved: Any, loss_id: int) -> dict[str, Any]:
+    if not isinstance(saved, Mapping):
+        saved = getattr(saved, "__dict__", None)
+        if not saved:
+            message = (
+                "A saved state must be a dict or an object with attributes. Pass what "
+                "`scaler.state_dict()` returned."
+            )
+            raise StateVersionError(message)
+    nested = saved.get(f"loss_scaler{loss_id}")
+    if isinstance(nested, Mapping):
+        saved = nested
+    return {str(name): _number(value) for name, value in saved.items()}
+
+
+def _number(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
+
+
+def _recognise(values: Saved) -> str:
+    fits = [
+        name
+        for name, row in SOURCES.items()
+        if row.needs <= set(values) <= row.needs | row.knows
+    ]
+    if len(fits) == 1:
+        return fits[0]
+    message = (
+        f"Cannot tell whose state this is from its keys {sorted(values)}. "
+        f"Name the source: one of {', '.join(SOURCES)}."
+    )
+    raise StateVersionError(message)
+
+
+_Read = Callable[[dict[str, Any], dict[str, Any]], Imported]
+
+
+def _source(name: str, needs: str, knows: str = "") -> Callable[[_Read], _Read]:
+    def enter(read: _Read) -> _Read:
+        SOURCES[name] = _Source(
+            frozenset(needs.split()), frozenset(knows.split()), read
+        )
+        return read
+
+    return enter
+
+
+def _resumed(source: str, policy: Policy, scale: Any, **counters: Any) -> Imported:
+    scale = float(scale)
+    if not (isfinite(scale) and scale > 0.0):
+        message = (
+            f"The saved {source} scale is {scale!r}: it had collapsed or overflown, "
+            "and there is nothing to go on from. Start with a fresh policy, and check "
+            "the saved weights for NaN."
+        )
+        raise StateVersionError(message)
+    state: BackoffState = policy.init()
+    if state.pending is not None:
+        counters["pending"] = scale
+    counters = {name: int(value) for name, value in counters.items()}
+    return Imported(source, policy, replace(state, scale=scale, **counters))
+
+
+@_source("torch", "scale growth_factor backoff_factor growth_interval _growth_tracker")
+def _torch(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read `GradScaler.state_dict()`: torch's rule, with finite bounds."""
+    policy = Backoff(
+        growth_factor=float(saved["growth_factor"]),
+        backoff_factor=float(saved["backoff_factor"]),
+        growth_interval=int(saved["growth_interval"]),
+        **parameters,
+    )
+    return _resumed(
+        "torch", policy, saved["scale"], clean_steps=saved["_growth_tracker"]
+    )
+
+
+@_source("apex", "loss_scale unskipped")
+def _apex(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read one scaler of `amp.state_dict()`."""
+    policy = make_policy("apex", **parameters)
+    return _resumed("apex", policy, saved["loss_scale"], clean_steps=saved["unskipped"])
+
+
+@_source(
+    "deepspeed",
+    "cur_scale cur_iter last_overflow_iter scale_factor scale_window",
+    "min_scale delayed_shift cur_hysteresis consecutive_hysteresis dtype dynamic "
+    "raise_error_at_min_scale dynamic_loss_scale optimizer_state_dict "
+    "fp32_groups_flat clip_grad overflow first_gradient_clipping",
+)
+def _deepspeed(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read a pickled `DynamicLossScaler`, or the dict of an FP16 optimizer."""
+    names = (
+        "scale_window min_scale delayed_shift consecutive_hysteresis "
+        "raise_error_at_min_scale"
+    ).split()
+    given = {name: saved[name] for name in names if name in saved} | parameters
+    if "cur_hysteresis" not in saved:
+        given.setdefault("optimizer", "FP16_Optimizer")
+    policy = make_policy("deepspeed", **given)
+    clean = int(saved["cur_iter"]) - int(saved["last_overflow_iter"]) - 1
+    counters = {"clean_steps": (clean - 1) % int(saved["scale_window"])}
+    if clean == 0:
+        counters["clean_steps"] = -1
+    if policy.init().budget is not None:
+        counters["budget"] = saved["cur_hysteresis"]
+    return _resumed("deepspeed", policy, saved["cur_scale"], **counters)
+
+
+@_source("megatron", "scale growth_tracker hysteresis_tracker")
+def _megatron(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read `DynamicGradScaler.state_dict()`, which holds no configuration."""
+    policy = make_policy("megatron", **parameters)
+    counters = {"clean_steps": saved["growth_tracker"]}
+    if policy.init().budget is not None:
+        counters["budget"] = max(0, int(saved["hysteresis_tracker"]))
+    return _resumed("megatron", policy, saved["scale"], **counters)
+
+
+@_source("keras", "step_counter dynamic_scale", "iteration learning_rate")
+def _keras(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read the variables of a `LossScaleOptimizer`, by their names."""
+    policy = make_policy("keras", **parameters)
+    return _resumed(
+        "keras", policy, saved["dynamic_scale"], clean_steps=saved["step_counter"]
+    )
+
+
+@_source(
+    "flax",
+    "fin_steps scale",
+    "growth_factor backoff_factor growth_interval minimum_scale axis_name",
+)
+def _flax(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read `to_state_dict(DynamicScale)`, without configuration, or the object."""
+    names = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
+    given = {name: saved[name] for name in names if name in saved} | parameters
+    policy = make_policy("flax", **given)
+    return _resumed("flax", policy, saved["scale"], clean_steps=saved["fin_steps"])
+
+
+@_source(
+    "paddle",
+    "scale incr_ratio decr_ratio incr_every_n_steps decr_every_n_nan_or_inf "
+    "incr_count decr_count",
+    "use_dynamic_loss_scaling",
+)
+def _paddle(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
+    """Read `paddle.amp.GradScaler.state_dict()`."""
+    names = "incr_ratio decr_ratio incr_every_n_steps decr_every_n_nan_or_inf".split()
+    policy = make_policy("paddle", **{n: saved[n] for n in names}, **parameters)
+    counters = {"clean_steps": saved["incr_count"]}
+    if policy.init().budget is not None:
+        counters["budget"] = saved["decr_every_n_nan_or_inf"] - saved["decr_count"]
+    return _resumed("paddle", policy, saved["scale"], **counters)

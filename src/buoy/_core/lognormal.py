@@ -1,0 +1,225 @@
+"""Place the scale by the statistics of the largest gradient (OpenSeq2Seq's LogMax).
+
+log2 of the largest unscaled gradient is taken to be normal; the scale is put so that
+an overflow lies `deviations` standard deviations away.  As published it has two bugs,
+which the preset `openseq2seq_logmax` keeps and the defaults here do not.
+"""
+
+from dataclasses import dataclass, field
+
+from buoy._core.checks import boolean, number, ordered
+from buoy._core.ops import Ops, Precision, Scalar, ops_of, single
+from buoy._core.state import Seen
+
+__all__ = ["LogNormal", "LogNormalState"]
+
+_CUBIC = tuple(  # 2^r - 1 for |r| <= 1/64, highest power first
+    float.fromhex(c)
+    for c in ("0x1.c6af84b912394p-5", "0x1.ebfce50fac4f3p-3", "0x1.62e42ff0c52d6p-1")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormalState:
+    """The scale and the running moments.  float64 that holds float32 values."""
+
+    scale: Scalar
+    mean: Scalar  # of log2 amax, fast decay, biased
+    slow_mean: Scalar  # the same with the decay of the square
+    square: Scalar  # of log2 amax squared, biased
+    mean_weight: Scalar  # what the start still weighs in `mean`
+    square_weight: Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """The configuration in float32, rounded once and not at each step."""
+
+    fast: float
+    fast_rest: float
+    slow: float
+    slow_rest: float
+    deviations: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormal:
+    """Keep an overflow `deviations` standard deviations away.
+
+    The rule, with a = log2 of the largest unscaled gradient of this step::
+
+        mu    = running mean of a                  (mean_decay, bias corrected)
+        sigma = running deviation of a             (variance_decay, bias corrected)
+        scale = 2^(max_log2 - mu - deviations * sigma), within the bounds
+        overflow: a = overflow_log2, or what it implies: max_log2 + 1 - log2(scale)
+
+    Every operation is rounded to float32, by way of float64: JAX must have x64 on.
+
+    Example:
+        >>> policy = LogNormal(deviations=0.0)
+        >>> policy.update(policy.init(), Seen(finite=True, amax_log2=2.0)).scale
+        4194304.0
+    """
+
+    init_scale: float = 2.0**8
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**24
+    mean_decay: float = 0.99
+    variance_decay: float = 0.999
+    deviations: float = 3.09
+    max_log2: float = 16.0
+    overflow_log2: float | None = None
+    skip_zero: bool = True  # a step whose gradients are all 0 says nothing
+    constants: _Constants = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        number(self, "init_scale", above=0.0)
+        number(self, "min_scale", above=0.0)
+        number(self, "max_scale", above=0.0)
+        ordered(self, "min_scale", "max_scale")
+        number(self, "init_scale", least=self.min_scale, most=self.max_scale)
+        number(self, "mean_decay", above=0.0, below=1.0)
+        number(self, "variance_decay", above=0.0, below=1.0)
+        number(self, "deviations", least=0.0)
+        number(self, "max_log2")
+        number(self, "overflow_log2", optional=True)
+        boolean(self, "skip_zero")
+        object.__setattr__(self, "constants", self._rounded())
+
+    def _rounded(self) -> _Constants:
+        return _Constants(
+            fast=single(self.mean_decay),
+            fast_rest=single(1.0 - self.mean_decay),
+            slow=single(self.variance_decay),
+            slow_rest=single(1.0 - self.variance_decay),
+            deviations=single(self.deviations),
+            low=single(self.min_scale),
+            high=single(self.max_scale),
+        )
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The size of the gradients."""
+        return frozenset({"amax_log2"})
+
+    @property
+    def precision(self) -> Precision:
+        """Wide, so that no fused operation can skip a rounding."""
+        return "float64"
+
+    def init(self) -> LogNormalState:
+        """Start at `init_scale`, knowing nothing."""
+        return LogNormalState(
+            scale=single(self.init_scale),
+            mean=0.0,
+            slow_mean=0.0,
+            square=0.0,
+            mean_weight=1.0,
+            square_weight=1.0,
+        )
+
+    def foresee(
+        self, state: LogNormalState, loss: Scalar, *, ops: Ops | None = None
+    ) -> LogNormalState:
+        """Look away: this policy learns from gradients only."""
+        del loss, ops
+        return state
+
+    def applies(self, seen: Seen) -> Scalar:
+        """Apply finite steps only."""
+        return seen.finite
+
+    def update(
+        self, state: LogNormalState, seen: Seen, *, ops: Ops | None = None
+    ) -> LogNormalState:
+        """Fold this step's largest gradient in; place the scale anew."""
+        if ops is None:
+            ops = ops_of(seen.finite, state.scale)
+        where = ops.where
+        known, log2_amax = self._measured(state, seen, ops)
+
+        c = self.constants
+        share = _times(ops, log2_amax, c.slow_rest)
+        after = LogNormalState(
+            scale=state.scale,
+            mean=_blend(ops, c.fast, state.mean, _times(ops, log2_amax, c.fast_rest)),
+            slow_mean=_blend(ops, c.slow, state.slow_mean, share),
+            square=_blend(ops, c.slow, state.square, _times(ops, share, log2_amax)),
+            mean_weight=_times(ops, state.mean_weight, c.fast),
+            square_weight=_times(ops, state.square_weight, c.slow),
+        )
+        placed = self._placed(after, ops)
+        if self.overflow_log2 is None:
+            half = state.scale * 0.5
+            half = where(half < c.low, c.low, half)
+            placed = where(seen.finite, placed, where(placed < half, placed, half))
+        return LogNormalState(
+            scale=where(known, placed, state.scale),
+            mean=where(known, after.mean, state.mean),
+            slow_mean=where(known, after.slow_mean, state.slow_mean),
+            square=where(known, after.square, state.square),
+            mean_weight=where(known, after.mean_weight, state.mean_weight),
+            square_weight=where(known, after.square_weight, state.square_weight),
+        )
+
+    def _measured(
+        self, state: LogNormalState, seen: Seen, ops: Ops
+    ) -> tuple[Scalar, Scalar]:
+        log2_scale = ops.log2(ops.cast(state.scale, "float64"))
+        implied = self.overflow_log2
+        if implied is None:
+            implied = _round(ops, self.max_log2 + 1.0 - log2_scale)
+        if seen.amax_log2 is None:
+            return ops.where(seen.finite, False, True), implied
+        amax = ops.cast(seen.amax_log2, "float64") - log2_scale
+        if not self.skip_zero:
+            return ops.where(seen.finite, True, True), ops.where(
+                seen.finite, _round(ops, amax), implied
+            )
+        told = (amax > -1e4) & (amax < 1e4)
+        amax = ops.where(told, amax, 0.0)
+        amax = ops.where(seen.finite, _round(ops, amax), implied)
+        return ops.where(seen.finite, told, True), amax
+
+    def _placed(self, state: LogNormalState, ops: Ops) -> Scalar:
+        where = ops.where
+        mean = _round(ops, state.mean / _round(ops, 1.0 - state.mean_weight))
+        weight = _round(ops, 1.0 - state.square_weight)
+        square = _round(ops, state.square / weight)
+        slow_mean = _round(ops, state.slow_mean / weight)
+        variance = _round(ops, square - _times(ops, slow_mean, slow_mean))
+        # Not `> 0`: the published rule lets a NaN through, and so must the preset.
+        variance = where(variance < 0.0, 0.0, variance)
+        spread = _times(ops, _round(ops, variance**0.5), self.constants.deviations)
+        exponent = _round(ops, _round(ops, self.max_log2 - mean) - spread)
+        scale = _round(ops, _exp2(ops, exponent))
+        low, high = self.constants.low, self.constants.high
+        scale = where(scale > high, high, scale)
+        return where(scale < low, low, scale)
+
+
+def _round(ops: Ops, x: Scalar) -> Scalar:
+    """Round to float32, but stay in float64: no fused operation can skip it."""
+    return ops.cast(ops.cast(x, "float32"), "float64")
+
+
+def _times(ops: Ops, x: Scalar, y: Scalar) -> Scalar:
+    return _round(ops, x * y)
+
+
+def _exp2(ops: Ops, x: Scalar) -> Scalar:
+    """Raise 2 to x as float32 libraries do: a cubic around multiples of 1/32.
+
+    Its error, half a thousandth of a float32 ulp, decides the rounding where the exact
+    value lies next to a tie, and the recorded traces show that it did.
+    """
+    near = ops.floor(x * 32.0 + 0.5) / 32.0
+    r = x - near
+    low, high = _CUBIC[0] * r + _CUBIC[1], _CUBIC[2] * r + 1.0
+    return (low * (r * r) + high) * ops.exp2(near)
+
+
+def _blend(ops: Ops, decay: float, old: Scalar, share: Scalar) -> Scalar:
+    return _round(ops, _times(ops, old, decay) + share)

@@ -1,0 +1,184 @@
+"""Policies by name: our own, the presets, and those that others have installed.
+
+In Python one passes the object; names are for configuration files and the command
+line.  Third parties enter theirs in the entry-point group `buoy.policies`; nothing of
+them is imported before its name is asked for, and built-in names cannot be taken.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, InitVar, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from buoy._core.backoff import Backoff
+from buoy._core.errors import PolicyError, UnknownPolicyError
+from buoy._core.headroom import Headroom
+from buoy._core.lognormal import LogNormal
+from buoy._core.policy import Policy
+from buoy._core.presets import PRESETS
+from buoy._core.static import NoScaling, Static
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["CLASSES", "GROUP", "Listed", "listed", "policies", "policy"]
+
+GROUP = "buoy.policies"
+
+CLASSES: dict[str, type[Any]] = {
+    "headroom": Headroom,
+    "backoff": Backoff,
+    "static": Static,
+    "none": NoScaling,
+    "lognormal": LogNormal,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One line of the list of policies."""
+
+    name: str
+    kind: str  # "policy", "preset" or "installed"
+    source: str  # the class, the peer and its version, or the distribution
+    summary: str
+    parameters: dict[str, Any]
+
+
+def policy(name: str | Policy, /, **parameters: Any) -> Policy:
+    """Make a policy by name; presets take their peer's own parameter names.
+
+    A policy object passes through, so that every `policy=` argument takes both.
+
+    Example:
+        >>> policy("deepspeed", scale_window=500, delayed_shift=4).init().scale
+        65536.0
+    """
+    if not isinstance(name, str):
+        return _passed(name, parameters)
+    if name in CLASSES:
+        return _built(name, CLASSES[name], parameters)
+    if name in PRESETS:
+        return _built(name, PRESETS[name].build, parameters)
+    return _built(name, _load(name), parameters)
+
+
+def policies() -> tuple[str, ...]:
+    """Name every policy there is, without importing anybody's."""
+    return (*CLASSES, *sorted(PRESETS), *sorted(set(_installed()) - _taken()))
+
+
+def listed() -> tuple[Listed, ...]:
+    """Describe every policy: name, origin, parameters and their defaults."""
+    rows = [
+        Listed(name, "policy", f"buoy.{cls.__name__}", _summary(cls), _defaults(cls))
+        for name, cls in CLASSES.items()
+    ]
+    rows += [
+        Listed(row.name, "preset", row.peer, row.summary, row.parameters)
+        for row in sorted(PRESETS.values(), key=lambda row: row.name)
+    ]
+    rows += [
+        Listed(name, "installed", _origin(points[0]), points[0].value, {})
+        for name, points in sorted(_installed().items())
+        if name not in _taken()
+    ]
+    return tuple(rows)
+
+
+def _taken() -> set[str]:
+    return {*CLASSES, *PRESETS}
+
+
+def _installed() -> dict[str, list["EntryPoint"]]:
+    # Imported here: it costs more than all the rest of `import buoy`.
+    from importlib.metadata import entry_points  # noqa: PLC0415
+
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _load(name: str) -> Callable[..., Policy]:
+    points = _installed().get(name, [])
+    if not points:
+        raise _unknown(name)
+    if len({point.value for point in points}) > 1:
+        owners = ", ".join(sorted(_origin(point) for point in points))
+        message = (
+            f"The policy name {name!r} is claimed by several distributions: {owners}. "
+            "Uninstall one, or pass the policy object instead of its name."
+        )
+        raise UnknownPolicyError(message)
+    try:
+        built: Callable[..., Policy] = points[0].load()
+    except Exception as error:
+        message = (
+            f"The policy {name!r} of {_origin(points[0])} cannot be loaded from "
+            f"{points[0].value!r}: {error!r}. Repair or uninstall that distribution."
+        )
+        raise UnknownPolicyError(message) from error
+    return built
+
+
+def _origin(point: "EntryPoint") -> str:
+    return point.dist.name if point.dist else point.value
+
+
+def _unknown(name: str) -> UnknownPolicyError:
+    names = policies()
+    close = difflib.get_close_matches(name.lower(), names, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return UnknownPolicyError(
+        f"No policy named {name!r}.{guess} Installed: {', '.join(names)}."
+    )
+
+
+def _passed(given: Any, parameters: dict[str, Any]) -> Policy:
+    if not isinstance(given, Policy) or isinstance(given, type):
+        message = (
+            f"`policy` must be a policy or the name of one, got {given!r}. "
+            "A policy has the methods `init`, `foresee`, `update` and `applies`."
+        )
+        raise PolicyError(message)
+    if parameters:
+        message = (
+            f"`{next(iter(parameters))}` was given together with a policy object. "
+            "Set it where the object is made, or use `dataclasses.replace`."
+        )
+        raise PolicyError(message)
+    return given
+
+
+def _built(
+    name: str, build: Callable[..., Policy], parameters: dict[str, Any]
+) -> Policy:
+    signature = inspect.signature(build)
+    known = signature.parameters.values()
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in known)
+    for given in parameters:
+        if not takes_more and given not in signature.parameters:
+            accepted = ", ".join(p.name for p in known) or "none"
+            message = f"{name}: no parameter `{given}`. It takes: {accepted}."
+            raise PolicyError(message)
+    try:
+        return build(**parameters)
+    except PolicyError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        message = f"{name}: cannot be made of {parameters!r}: {error}."
+        raise PolicyError(message) from error
+
+
+def _defaults(cls: type[Any]) -> dict[str, Any]:
+    found = {}
+    for field in fields(cls):
+        if field.default is not MISSING and not isinstance(field.type, InitVar):
+            found[field.name] = field.default
+    return found
+
+
+def _summary(cls: type[Any]) -> str:
+    return (inspect.getdoc(cls) or "").partition("\n")[0]

@@ -1,0 +1,79 @@
+"""What passes between a step and its policy: `Seen`, `Step` and the verdicts."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from buoy._core.ops import Scalar
+
+__all__ = ["Seen", "Step", "Verdict", "map_state"]
+
+_S = TypeVar("_S")
+
+
+def map_state(function: Callable[[Scalar], Scalar], state: _S) -> _S:
+    """Apply a function to every number of a state, e.g. to lift it onto a device.
+
+    Example:
+        >>> map_state(lambda x: x * 2, Seen(finite=1, amax_log2=3.0))
+        Seen(finite=2, amax_log2=6.0, underflow=None)
+    """
+    values = {
+        field.name: None if value is None else function(value)
+        for field in fields(state)  # type: ignore[arg-type]
+        for value in [getattr(state, field.name)]
+    }
+    return type(state)(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one step's gradients showed, already agreed upon by every rank.
+
+    A policy reads what it wants of it; `None` is "not measured".  Never validated:
+    the fields may be tensors or tracers.
+
+    Example:
+        >>> Seen(finite=True, amax_log2=3.5).amax_log2
+        3.5
+    """
+
+    finite: Scalar  # bool []: no inf or NaN in any gradient
+    amax_log2: Scalar = None  # float32 []: log2 of the largest |scaled gradient|
+    underflow: Scalar = None  # float32 []: share of nonzero scaled gradients < 2^-20
+
+
+class Verdict(enum.StrEnum):
+    """Why a step was skipped, or that it was not.
+
+    Example:
+        >>> Verdict("bad_batch").name
+        'BAD_BATCH'
+    """
+
+    APPLIED = "applied"
+    SCALE_TOO_HIGH = "scale_too_high"
+    FORWARD_NONFINITE = "forward_nonfinite"
+    POISONED = "poisoned"
+    STALE_GRADS = "stale_grads"
+    BAD_BATCH = "bad_batch"
+    DIVERGENCE = "divergence"
+    NO_GRADS = "no_grads"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one step.
+
+    Example:
+        >>> Step(applied=True, scale=2.0, next_scale=4.0).verdict.value
+        'applied'
+    """
+
+    applied: Scalar  # bool []
+    scale: Scalar  # float32 []: the scale that this step's loss was multiplied by
+    next_scale: Scalar  # float32 []
+    verdict: Verdict = Verdict.APPLIED
+    norm: Scalar = None  # float32 []: unscaled; inf or NaN when skipped
+    offenders: tuple[str, ...] = ()  # names of the parameters that went non-finite

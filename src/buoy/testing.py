@@ -1,0 +1,312 @@
+"""The contract suite: what every policy must hold, ours and anybody's.
+
+    from buoy.testing import check_policy
+    check_policy(MyPolicy(patience=3))
+
+Each clause has a name; a broken one raises `ContractError` naming it, with the smallest
+history that shows it.  Needs hypothesis.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from buoy._core.codec import decode, encode, register
+from buoy._core.errors import BuoyError, MissingBackendError
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar
+from buoy._core.state import Seen, map_state
+
+__all__ = ["ContractError", "Opaque", "check_policy", "opaque_ops"]
+
+Event = tuple[bool, float | None, float | None, float]  # finite, amax, underflow, loss
+
+
+class ContractError(BuoyError, AssertionError):
+    """A policy breaks a clause of the contract."""
+
+
+def check_policy(
+    policy: Any, *, backends: Iterable[str] | None = None, examples: int = 60
+) -> None:
+    """Raise `ContractError` unless the policy holds every clause of the contract.
+
+    `backends` are those to compare with plain numbers: of "numpy", "torch" and "jax",
+    by default all that are installed.  `examples` is how many histories are tried.
+
+    Example:
+        >>> import buoy
+        >>> check_policy(buoy.Static(), backends=(), examples=5)
+    """
+    _check_shape(policy)
+    _check_codec(policy)
+    _check_no_host_read(policy)
+    _check_histories(policy, examples)
+    for backend in _installed() if backends is None else backends:
+        _check_backend(policy, backend)
+
+
+def _fail(clause: str, detail: str) -> ContractError:
+    return ContractError(f"{clause}: {detail}")
+
+
+# --- shape -------------------------------------------------------------------------
+
+
+def _check_shape(policy: Any) -> None:
+    for thing, what in ((policy, "policy"), (policy.init(), "state")):
+        if not is_dataclass(thing) or isinstance(thing, type):
+            raise _fail("frozen", f"the {what} must be a dataclass instance")
+        if not type(thing).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise _fail("frozen", f"the {what} {type(thing).__name__} must be frozen")
+    if policy.init() != policy.init():
+        raise _fail("pure", "`init` must give the same state every time")
+    extra = set(policy.wants) - {"amax_log2", "underflow", "loss"}
+    if extra:
+        raise _fail("wants", f"unknown measurements {sorted(extra)}")
+    if policy.precision not in ("float32", "float64"):
+        raise _fail(
+            "precision", f"must be float32 or float64, not {policy.precision!r}"
+        )
+
+
+# --- saving ------------------------------------------------------------------------
+
+
+def _check_codec(policy: Any) -> None:
+    register(type(policy))
+    register(type(policy.init()))
+    for value in (policy, policy.init()):
+        for field in (field for field in fields(value) if field.init):
+            varied = _varied(value, field.name)
+            again = decode(json.loads(json.dumps(encode(varied))))
+            if again != varied or type(again) is not type(varied):
+                detail = f"`{field.name}` of {type(value).__name__} is lost when saved"
+                raise _fail("encode/decode", detail)
+
+
+def _varied(value: Any, name: str) -> Any:
+    """Give the field another value that its class accepts."""
+    now = getattr(value, name)
+    for candidate in _candidates(now):
+        try:
+            varied = replace(value, **{name: candidate})
+        except (TypeError, ValueError):
+            continue
+        if getattr(varied, name) != now:
+            return varied
+    return value
+
+
+def _candidates(now: Any) -> list[Any]:
+    if isinstance(now, bool):
+        return [not now]
+    if isinstance(now, int):
+        return [now + 1, now - 1, now * 2]
+    if isinstance(now, float):
+        return [now * 2.0, now / 2.0, now * 1.25, now + 0.125, now - 0.125]
+    if is_dataclass(now) and not isinstance(now, type):
+        return [_varied(now, field.name) for field in fields(now) if field.init]
+    if now is None:
+        return [2.5, 3, True]
+    return []
+
+
+# --- histories ---------------------------------------------------------------------
+
+
+def _check_histories(policy: Any, examples: int) -> None:
+    given, settings, histories = _hypothesis()
+
+    def run(history: list[Event]) -> None:
+        _walk(policy, history)
+
+    settings(max_examples=examples, deadline=None, database=None)(
+        given(histories)(run)
+    )()
+
+
+def _walk(policy: Any, history: list[Event]) -> None:
+    state = policy.init()
+    _check_scale(policy, state, "init")
+    for event in history:
+        looked = policy.foresee(state, event[3])
+        _check_scale(policy, looked, "foresee")
+        if looked.scale > state.scale:
+            raise _fail("foresee", f"raised {state.scale!r} to {looked.scale!r}")
+        seen = _seen(policy, event)
+        after = policy.update(looked, seen)
+        _check_scale(policy, after, f"update with {seen}")
+        if after != policy.update(looked, seen):
+            raise _fail("pure", "`update` gave two results for one input")
+        if not seen.finite and after.scale > looked.scale:
+            detail = f"an overflow raised the scale {looked.scale!r} to {after.scale!r}"
+            raise _fail("overflow", detail)
+        if decode(json.loads(json.dumps(encode(after)))) != after:
+            raise _fail("encode/decode", f"{after!r} is not read back as it was")
+        state = after
+
+
+def _check_scale(policy: Any, state: Any, when: str) -> None:
+    scale = state.scale
+    if not (isinstance(scale, float) and math.isfinite(scale) and scale > 0.0):
+        raise _fail("finite", f"after {when} the scale is {scale!r}")
+    low = getattr(policy, "min_scale", 0.0)
+    high = getattr(policy, "max_scale", math.inf)
+    if not low <= scale <= high:
+        raise _fail("bounds", f"after {when} {scale!r} is outside {low!r}..{high!r}")
+
+
+def _seen(policy: Any, event: Event) -> Seen:
+    finite, amax, underflow, _ = event
+    return Seen(
+        finite=finite,
+        amax_log2=amax if "amax_log2" in policy.wants else None,
+        underflow=underflow if "underflow" in policy.wants else None,
+    )
+
+
+def _hypothesis() -> tuple[Any, Any, Any]:
+    try:
+        from hypothesis import given, settings  # noqa: PLC0415
+        from hypothesis import strategies as st  # noqa: PLC0415
+    except ImportError as error:
+        message = "`check_policy` needs hypothesis: pip install hypothesis"
+        raise MissingBackendError(message) from error
+    size = st.one_of(
+        st.floats(-40.0, 16.0), st.sampled_from([-math.inf, math.inf, math.nan, 15.99])
+    )
+    share = st.one_of(st.floats(0.0, 1.0), st.just(math.nan))
+    loss = st.one_of(
+        st.floats(1e-6, 1e6), st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e30])
+    )
+    event = st.tuples(st.booleans(), size, share, loss)
+    runs = st.lists(event, max_size=60)
+    # Long runs of one kind drive a scale to its bounds, which mixed ones never reach.
+    steady = st.tuples(event, st.integers(100, 400)).map(lambda run: [run[0]] * run[1])
+    return given, settings, st.one_of(runs, steady)
+
+
+# --- no host read ------------------------------------------------------------------
+
+
+class Opaque:
+    """A number that computes but cannot be looked at, as a tensor on a busy device.
+
+    Example:
+        >>> bool(Opaque(1.0) > 0)
+        Traceback (most recent call last):
+        ...
+        buoy.testing.ContractError: no host read: a number was read by __bool__
+    """
+
+    __slots__ = ("_hidden",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, hidden: Any) -> None:
+        self._hidden = hidden
+
+
+def _reveal(x: Any) -> Any:
+    return x._hidden if isinstance(x, Opaque) else x  # noqa: SLF001
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def operator(self: Opaque, *others: Any) -> Any:
+        hidden = _reveal(self)
+        method = getattr(type(hidden), name, None)
+        result = (
+            NotImplemented if method is None else method(hidden, *map(_reveal, others))
+        )
+        if result is NotImplemented:  # int with float: compute as floats
+            method = getattr(float, name)
+            result = method(float(hidden), *(float(_reveal(x)) for x in others))
+        return Opaque(result)
+
+    return operator
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def operator(self: Opaque, *_: Any) -> Any:
+        del self
+        raise _fail("no host read", f"a number was read by {name}")
+
+    return operator
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
+    "and rand or ror lt le gt ge eq ne neg abs"
+).split():
+    setattr(Opaque, f"__{_name}__", _forward(f"__{_name}__"))
+for _name in ("bool", "float", "int", "index", "round", "floor", "ceil", "trunc"):
+    setattr(Opaque, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+class _OpaqueOps:
+    @staticmethod
+    def where(condition: Scalar, if_true: Scalar, if_false: Scalar, /) -> Scalar:
+        return Opaque(
+            PLAIN.where(_reveal(condition), _reveal(if_true), _reveal(if_false))
+        )
+
+    @staticmethod
+    def log2(x: Scalar, /) -> Scalar:
+        return Opaque(PLAIN.log2(_reveal(x)))
+
+    @staticmethod
+    def exp2(x: Scalar, /) -> Scalar:
+        return Opaque(PLAIN.exp2(_reveal(x)))
+
+    @staticmethod
+    def floor(x: Scalar, /) -> Scalar:
+        return Opaque(PLAIN.floor(_reveal(x)))
+
+    @staticmethod
+    def cast(x: Scalar, precision: Precision, /) -> Scalar:
+        return Opaque(PLAIN.cast(_reveal(x), precision))
+
+
+def opaque_ops() -> Ops:
+    """Give the five functions on `Opaque` numbers."""
+    return _OpaqueOps()
+
+
+def _check_no_host_read(policy: Any) -> None:
+    ops, state, plain = opaque_ops(), map_state(Opaque, policy.init()), policy.init()
+    for event in _tour():
+        seen = _seen(policy, event)
+        state = policy.foresee(state, Opaque(event[3]), ops=ops)
+        state = policy.update(state, map_state(Opaque, seen), ops=ops)
+        plain = policy.update(policy.foresee(plain, event[3]), seen)
+    if map_state(_reveal, state) != plain:
+        raise _fail("no host read", "opaque numbers gave another state than plain ones")
+
+
+def _tour() -> list[Event]:
+    """Make one history that visits every kind of event."""
+    events: list[Event] = []
+    for index in range(96):
+        finite = index % 7 != 6 and not 40 <= index < 44
+        amax = -math.inf if index % 31 == 30 else float(index % 19) - 6.0
+        underflow = 0.01 * (index % 3) if index % 16 == 0 else math.nan
+        events.append((finite, amax, underflow, 2.0 ** (index % 23 - 11)))
+    return events
+
+
+# --- backends ----------------------------------------------------------------------
+
+
+def _installed() -> tuple[str, ...]:
+    names = ("numpy", "torch", "jax")
+    return tuple(name for name in names if importlib.util.find_spec(name))
+
+
+def _check_backend(policy: Any, backend: str) -> None:
+    from buoy._backends.compare import differs  # noqa: PLC0415
+
+    problem = differs(policy, backend, [_tour()], _seen)
+    if problem:
+        raise _fail(f"{backend} equals plain", problem)

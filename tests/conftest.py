@@ -1,0 +1,31 @@
+"""What every test shares: one hypothesis profile, one thread for torch."""
+
+import importlib.util
+import os
+
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile(
+    "buoy",
+    deadline=None,
+    derandomize=True,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("buoy")
+
+
+def pytest_report_header() -> str:
+    """Say in one line which backends the run leaves out, and why."""
+    missing = [
+        name
+        for name in ("numpy", "torch", "jax", "ml_dtypes", "click", "rich")
+        if importlib.util.find_spec(name) is None
+    ]
+    left_out = (
+        f"left out, not installed: {', '.join(missing)}" if missing else "nothing"
+    )
+    return f"buoy: left out: {left_out}" if missing else "buoy: left out: nothing"

@@ -1,0 +1,176 @@
+"""Saved policies and states come back as they were, and bad ones are refused."""
+
+import json
+import math
+
+import pytest
+
+import buoy
+from buoy._core.presets import PRESETS
+from tests.golden import load
+
+
+@pytest.mark.parametrize("name", buoy.policies())
+def test_every_policy_and_state_survives_json(name):
+    """Encoding to JSON text and back is the identity, mid-run too."""
+    policy = buoy.policy(name)
+    state = policy.init()
+    for finite in (True, False, True):
+        state = policy.update(state, buoy.Seen(finite=finite, amax_log2=3.0))
+
+    for value in (policy, state):
+        assert value == buoy.decode(json.loads(json.dumps(buoy.encode(value))))
+
+
+def test_non_finite_numbers_survive_json():
+    """inf and NaN, which JSON lacks, are kept as words."""
+    policy = buoy.policy("fsdp", init_scale=3e38, growth_interval=1)
+    state = policy.update(policy.init(), buoy.Seen(finite=True))
+    saved = json.loads(json.dumps(buoy.encode(state), allow_nan=False))
+
+    assert math.inf == state.scale
+    assert state == buoy.decode(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"buoy": 99}, "version 99"),
+        ({"buoy": None}, "version None"),
+        ({"kind": "Exec"}, "Unknown kind 'Exec'"),
+        ({"colour": 1}, "unknown \\['colour'\\]"),
+        ({"growth_factor": 0.5}, "growth_factor"),
+        ({"init_scale": "os.system"}, "`init_scale` must be a number"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_words(change, words):
+    """Another version, class, field or value is an error, never a guess."""
+    saved = buoy.encode(buoy.Backoff()) | change
+
+    with pytest.raises(buoy.StateVersionError, match=words):
+        buoy.decode(saved)
+
+
+def test_missing_fields_and_foreign_values_are_refused():
+    """A state without its scale, and what is no dict at all, are refused."""
+    with pytest.raises(buoy.StateVersionError, match="missing \\['clean_steps', 'sc"):
+        buoy.decode({"buoy": 1, "kind": "BackoffState"})
+    for foreign in (None, 3, [], {}, {"scale": 1.0}):
+        with pytest.raises(buoy.StateVersionError, match="not a policy or state"):
+            buoy.decode(foreign)
+    with pytest.raises(buoy.StateVersionError, match="Only policies and states"):
+        buoy.encode(3.0)
+
+
+@pytest.mark.parametrize("source", ["torch", "apex", "megatron", "paddle"])
+def test_saved_states_of_peers_are_read_as_the_replay_ends(source):
+    """What the real scaler saved at the end equals our state after the same events."""
+    checked = 0
+    for trace in load()[source]:
+        scale = float((trace.checkpoint or {}).get("scale", 1.0))
+        known = trace.checkpoint and trace.collapsed_at is None
+        if not known or not 0 < scale < math.inf or "loss_scale" in trace.params:
+            continue
+        policy = trace.policy()
+        state = policy.init()
+        for event in trace.seen:
+            state = policy.update(state, buoy.Seen(finite=event == "1"))
+        given = {} if source in ("torch", "paddle") else trace.params
+        found = buoy.import_state(trace.checkpoint, **given)
+
+        assert source == found.source
+        assert (state.scale, state.clean_steps) == (
+            found.state.scale,
+            found.state.clean_steps,
+        )
+        assert state.budget == found.state.budget
+        checked += 1
+
+    assert checked > 50
+
+
+def test_apex_scalers_are_picked_by_loss():
+    """`amp.state_dict()` holds one scaler per loss."""
+    saved = {
+        "loss_scaler0": {"loss_scale": 8.0, "unskipped": 3},
+        "loss_scaler1": {"loss_scale": 4.0, "unskipped": 5},
+    }
+
+    assert 8.0 == buoy.import_state(saved).state.scale
+    assert 5 == buoy.import_state(saved, loss_id=1).state.clean_steps
+
+
+class DynamicLossScaler:
+    """The attributes of DeepSpeed's scaler, which its checkpoints pickle."""
+
+    def __init__(self, **attributes):
+        self.__dict__ |= attributes
+
+
+@pytest.mark.parametrize("clean", [0, 1, 2, 3, 4, 7])
+def test_deepspeeds_scaler_goes_on_where_it_was(clean):
+    """Its two iteration counters become our one, at every phase."""
+    policy = buoy.policy("deepspeed", scale_window=3, delayed_shift=2)
+    state = policy.init()
+    for event in "0" + "1" * clean:
+        state = policy.update(state, buoy.Seen(finite=event == "1"))
+    scaler = DynamicLossScaler(
+        cur_scale=state.scale,
+        cur_iter=clean + 1,
+        last_overflow_iter=0,
+        scale_factor=2.0,
+        scale_window=3,
+        min_scale=1,
+        delayed_shift=2,
+        cur_hysteresis=state.budget,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=True,
+        dtype=None,
+    )
+
+    assert state == buoy.import_state(scaler).state
+
+
+def test_keras_and_flax_states_are_read():
+    """Their two numbers are enough; configuration comes as the peer's parameters."""
+    keras = buoy.import_state({"step_counter": 4, "dynamic_scale": 64.0})
+    flax = buoy.import_state({"fin_steps": 7, "scale": 32.0}, growth_interval=10)
+
+    assert ("keras", 64.0, 4) == (
+        keras.source,
+        keras.state.scale,
+        keras.state.clean_steps,
+    )
+    assert ("flax", 32.0, 7) == (flax.source, flax.state.scale, flax.state.clean_steps)
+    assert 11 == flax.policy.growth_interval
+
+
+def test_collapsed_and_unknown_states_are_refused():
+    """A scale of 0, a missing or unknown key and a foreign object are explained."""
+    torch = {
+        "scale": 0.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    with pytest.raises(buoy.StateVersionError, match="collapsed"):
+        buoy.import_state(torch)
+    with pytest.raises(buoy.StateVersionError, match="Cannot tell whose"):
+        buoy.import_state(torch | {"new_in_torch_3": 1})
+    with pytest.raises(buoy.StateVersionError, match="unknown \\['new_in_torch_3'\\]"):
+        buoy.import_state(torch | {"new_in_torch_3": 1}, "torch")
+    with pytest.raises(buoy.StateVersionError, match="Known: torch"):
+        buoy.import_state(torch, "caffe")
+    with pytest.raises(buoy.StateVersionError, match="must be a dict"):
+        buoy.import_state(3)
+
+
+def test_presets_name_their_bugs():
+    """A preset whose peer has a bug says so, and the safe default has no quirks."""
+    documented = [
+        name for name, row in PRESETS.items() if "Bug" in (row.build.__doc__ or "")
+    ]
+
+    assert len(documented) >= 15
+    assert buoy.Quirks() == buoy.Backoff().quirks

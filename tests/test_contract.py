@@ -1,0 +1,168 @@
+"""The contract suite finds each kind of broken policy."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import pytest
+
+import buoy
+from buoy.testing import ContractError, Opaque, check_policy
+
+
+@dataclass(frozen=True)
+class CountState:
+    scale: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Good:
+    """A sound little policy: halve on overflow, double on every clean step."""
+
+    min_scale: float = 1.0
+    max_scale: float = 2.0**20
+    wants = frozenset()
+    precision = "float32"
+
+    def init(self):
+        return CountState(1024.0, 0)
+
+    def foresee(self, state, loss, *, ops=None):
+        return state
+
+    def applies(self, seen):
+        return seen.finite
+
+    def update(self, state, seen, *, ops=None):
+        ops = ops or buoy._core.ops.ops_of(seen.finite, state.scale)
+        scale = ops.where(seen.finite, self.up(state), state.scale * 0.5)
+        scale = ops.where(scale > self.max_scale, self.max_scale, scale)
+        scale = ops.where(scale < self.min_scale, self.min_scale, scale)
+        return CountState(scale, state.count + 1)
+
+    def up(self, state):
+        return state.scale * 2.0
+
+
+class NoCeiling(Good):
+    def update(self, state, seen, *, ops=None):
+        return CountState(state.scale * (2.0 if seen.finite else 0.5), 0)
+
+
+class RaisesOnOverflow(Good):
+    def update(self, state, seen, *, ops=None):
+        ops = ops or buoy._core.ops.ops_of(seen.finite, state.scale)
+        return CountState(ops.where(seen.finite, 1.0, 2.0), 0)
+
+
+class TurnsNaN(Good):
+    wants = frozenset({"amax_log2"})
+
+    def update(self, state, seen, *, ops=None):
+        ops = ops or buoy._core.ops.ops_of(seen.finite, state.scale)
+        return CountState(ops.where(seen.finite, 0.0 * seen.amax_log2 + 1.0, 1.0), 0)
+
+
+class ReadsOnHost(Good):
+    def update(self, state, seen, *, ops=None):
+        return CountState(1024.0 if bool(seen.finite) else 512.0, 0)
+
+
+class Impure(Good):
+    calls: list = []  # noqa: RUF012
+
+    def update(self, state, seen, *, ops=None):
+        self.calls.append(1)
+        return CountState(state.scale * 1.0, len(self.calls))
+
+
+class RaisesInForesee(Good):
+    def foresee(self, state, loss, *, ops=None):
+        return dataclasses.replace(state, scale=state.scale * 2.0)
+
+
+class Rounds(Good):
+    def up(self, state):
+        return state.scale * 1.1
+
+
+@dataclass(frozen=True)
+class LossyState:
+    scale: float
+    memory: object = dataclasses.field(default=0.0, compare=False)
+
+
+class WrongOnArrays(Good):
+    def up(self, state):
+        return state.scale * (2.0 if isinstance(state.scale, (float, Opaque)) else 4.0)
+
+
+class Mutable(Good):
+    def init(self):
+        return State()
+
+
+@dataclass
+class State:
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Good):
+    note: float = 1.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "note", 1.0 if self.note == 2.0 else self.note)
+
+    def __eq__(self, other):
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def test_a_sound_policy_of_a_third_party_passes():
+    """A policy that we have never seen passes, on every installed backend."""
+    check_policy(Good(), examples=20)
+
+
+@pytest.mark.parametrize(
+    ("policy", "clause"),
+    [
+        (NoCeiling, "finite|bounds|no host read"),
+        (RaisesOnOverflow, "overflow"),
+        (TurnsNaN, "finite"),
+        (ReadsOnHost, "no host read"),
+        (Impure, "pure|no host read"),
+        (RaisesInForesee, "foresee|bounds"),
+        (WrongOnArrays, "numpy equals plain"),
+        (Mutable, "frozen"),
+        (Forgetful, "encode/decode"),
+    ],
+)
+def test_each_kind_of_broken_policy_fails(policy, clause):
+    """The suite names the clause that is broken."""
+    with pytest.raises(ContractError, match=f"^({clause}):"):
+        check_policy(policy(), backends=("numpy",), examples=20)
+
+
+def test_rounding_that_differs_between_backends_is_found():
+    """A factor that float32 cannot hold, used without rounding, is caught."""
+    with pytest.raises(ContractError, match="equals plain"):
+        check_policy(Rounds(), backends=("numpy",), examples=5)
+
+
+@pytest.mark.parametrize("preset", ["torch", "nemo", "fsdp"])
+def test_presets_without_bounds_do_not_hold_it(preset):
+    """Peers whose scale reaches 0 or inf are reproduced, not recommended."""
+    with pytest.raises(ContractError, match="finite"):
+        check_policy(buoy.policy(preset, growth_interval=1), backends=())
+
+
+def test_opaque_numbers_compute_but_cannot_be_read():
+    """Arithmetic works; every conversion raises."""
+    x = Opaque(3.0) * 2 + 1
+
+    for read in (bool, float, int, round, math.floor):
+        with pytest.raises(ContractError, match="no host read"):
+            read(x)
