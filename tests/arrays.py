@@ -33,7 +33,7 @@ def run_numpy(policy: Any, finite: np.ndarray, amax: np.ndarray | None) -> Ran:
 
 
 def run_torch(policy: Any, finite: np.ndarray, amax: np.ndarray | None) -> Ran:
-    """Run eagerly on torch tensors: side by side, or 0-d where it is pow that counts."""
+    """Run eagerly on torch: side by side, or 0-d where it is pow that counts."""
     import torch
 
     from buoy._backends.torch import lift, ops

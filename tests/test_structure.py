@@ -115,13 +115,15 @@ def test_public_names_are_frozen():
     assert PUBLIC == buoy.__all__
     for name in buoy.__all__:
         assert getattr(buoy, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'scale'"):
+        buoy.scale  # noqa: B018
 
 
 PUBLIC = """
-FORMATS Backoff BuoyError CallOrderError Format Headroom Imported LogNormal
-MissingBackendError NoScaling Policy PolicyError Quirks ScaleCollapsedError Seen
-StateVersionError Static Step TraceError UnknownPolicyError Verdict decode encode
-import_state number_format policies policy
+FORMATS Backoff BuoyError CallOrderError Format Headroom Histogram Imported LogNormal
+MissingBackendError NoScaling Policy PolicyError Quirks Replayed ScaleCollapsedError
+Seen StateVersionError Static Step Trace TraceError Tuned UnknownPolicyError Verdict
+decode encode import_state number_format oracle policies policy replay trace tune
 """.split()
 
 

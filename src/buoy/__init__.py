@@ -1,30 +1,39 @@
 """Buoy keeps half-precision gradients afloat.
 
 Dynamic loss scaling for mixed-precision training: one pure core here, and front ends
-in `buoy.torch`, `buoy.jax` and `buoy.keras`.  Importing this imports no framework.
+in `buoy.torch`, `buoy.jax` and `buoy.keras`.  Importing this imports no framework, and
+of Buoy itself only what is used.
 """
 
-from buoy._core.backoff import Backoff
-from buoy._core.codec import decode, encode
-from buoy._core.errors import (
-    BuoyError,
-    CallOrderError,
-    MissingBackendError,
-    PolicyError,
-    ScaleCollapsedError,
-    StateVersionError,
-    TraceError,
-    UnknownPolicyError,
-)
-from buoy._core.formats import FORMATS, Format, number_format
-from buoy._core.headroom import Headroom
-from buoy._core.importers import Imported, import_state
-from buoy._core.lognormal import LogNormal
-from buoy._core.policy import Policy
-from buoy._core.quirks import Quirks
-from buoy._core.registry import policies, policy
-from buoy._core.state import Seen, Step, Verdict
-from buoy._core.static import NoScaling, Static
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from buoy import trace
+    from buoy._core.backoff import Backoff
+    from buoy._core.codec import decode, encode
+    from buoy._core.errors import (
+        BuoyError,
+        CallOrderError,
+        MissingBackendError,
+        PolicyError,
+        ScaleCollapsedError,
+        StateVersionError,
+        TraceError,
+        UnknownPolicyError,
+    )
+    from buoy._core.formats import FORMATS, Format, number_format
+    from buoy._core.headroom import Headroom
+    from buoy._core.importers import Imported, import_state
+    from buoy._core.lognormal import LogNormal
+    from buoy._core.policy import Policy
+    from buoy._core.quirks import Quirks
+    from buoy._core.registry import policies, policy
+    from buoy._core.replay import Replayed, oracle, replay
+    from buoy._core.state import Seen, Step, Verdict
+    from buoy._core.static import NoScaling, Static
+    from buoy._core.trace import Histogram, Trace
+    from buoy._core.tune import Tuned, tune
 
 __all__ = [
     "FORMATS",
@@ -33,6 +42,7 @@ __all__ = [
     "CallOrderError",
     "Format",
     "Headroom",
+    "Histogram",
     "Imported",
     "LogNormal",
     "MissingBackendError",
@@ -40,18 +50,63 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Quirks",
+    "Replayed",
     "ScaleCollapsedError",
     "Seen",
     "StateVersionError",
     "Static",
     "Step",
+    "Trace",
     "TraceError",
+    "Tuned",
     "UnknownPolicyError",
     "Verdict",
     "decode",
     "encode",
     "import_state",
     "number_format",
+    "oracle",
     "policies",
     "policy",
+    "replay",
+    "trace",
+    "tune",
 ]
+
+_HOMES = {
+    "_core.backoff": "Backoff",
+    "_core.codec": "decode encode",
+    "_core.errors": (
+        "BuoyError CallOrderError MissingBackendError PolicyError ScaleCollapsedError "
+        "StateVersionError TraceError UnknownPolicyError"
+    ),
+    "_core.formats": "FORMATS Format number_format",
+    "_core.headroom": "Headroom",
+    "_core.importers": "Imported import_state",
+    "_core.lognormal": "LogNormal",
+    "_core.policy": "Policy",
+    "_core.quirks": "Quirks",
+    "_core.registry": "policies policy",
+    "_core.replay": "Replayed oracle replay",
+    "_core.state": "Seen Step Verdict",
+    "_core.static": "NoScaling Static",
+    "_core.trace": "Histogram Trace",
+    "_core.tune": "Tuned tune",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room when it is first asked for."""
+    if name in _HOME_OF:
+        value = getattr(import_module(f"buoy.{_HOME_OF[name]}"), name)
+    elif name == "trace":
+        value = import_module("buoy.trace")
+    else:
+        raise AttributeError(f"module 'buoy' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -240,9 +240,13 @@ class Backoff:
             grow = grow & counted.calm
 
         exponent = self._stepped(state.exponent, shrink, grow, ops)
-        down = self._shrunk(start, ops)
+        # Plain numbers may look before they compute: most steps move nothing.
+        still = ops is PLAIN and not (shrink or grow or self.quirks.clamp_always)
+        down = start if still else self._shrunk(start, ops)
         collapsed = self._collapsed(state, seen.finite, shrink, down, ops)
-        scale = self._moved(start, down, shrink, grow, state.settled, ops)
+        scale = start
+        if not still:
+            scale = self._moved(start, down, shrink, grow, state.settled, ops)
         if exponent is not None:
             scale = ops.exp2(exponent)
         after = BackoffState(
@@ -445,12 +449,14 @@ class Backoff:
         return None
 
     def _given_up(self, state: BackoffState, ops: Ops) -> BackoffState:
+        if ops is PLAIN and not state.collapsed:
+            return state
         if self.quirks.stop_scale is not None:
             # fairseq raises before it has counted the step.
             clean = ops.where(state.collapsed, -1, state.clean_steps)
             steps = _unless_none(ops, state.collapsed, -1, state.steps)
             state = replace(state, clean_steps=clean, steps=steps)
-        if ops is PLAIN and state.collapsed:
+        if ops is PLAIN:
             raise self._collapse(state)
         return state
 

@@ -17,7 +17,7 @@ __all__ = ["PLAIN", "Ops", "Precision", "Scalar", "ops_of", "single"]
 Scalar = Any  # float, int, bool, NumPy scalar, 0-d torch.Tensor, traced jax.Array
 Precision = Literal["float32", "float64"]
 
-_FLOAT32 = struct.Struct("f")
+_PACK, _UNPACK = struct.Struct("f").pack, struct.Struct("f").unpack
 
 
 class Ops(Protocol):
@@ -49,9 +49,10 @@ def single(x: float) -> float:
         inf
     """
     try:
-        return float(_FLOAT32.unpack(_FLOAT32.pack(x))[0])
+        rounded: float = _UNPACK(_PACK(x))[0]
     except OverflowError:
         return math.copysign(math.inf, x)
+    return rounded
 
 
 class _Plain:

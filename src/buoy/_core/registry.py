@@ -5,7 +5,6 @@ line.  Third parties enter theirs in the entry-point group `buoy.policies`; noth
 them is imported before its name is asked for, and built-in names cannot be taken.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, InitVar, dataclass, fields
@@ -128,6 +127,8 @@ def _origin(point: "EntryPoint") -> str:
 
 
 def _unknown(name: str) -> UnknownPolicyError:
+    import difflib  # noqa: PLC0415 - needed only to be helpful
+
     names = policies()
     close = difflib.get_close_matches(name.lower(), names, n=1)
     guess = f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,44 @@
+"""What `import buoy` and `buoy --help` cost over a bare interpreter.
+
+Interleaved runs in fresh interpreters, median of many.  Budgets: 50 ms and 300 ms.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+
+COMMANDS = {
+    "bare python": [sys.executable, "-c", "pass"],
+    "import buoy": [sys.executable, "-c", "import buoy"],
+    "a policy": [sys.executable, "-c", "import buoy; buoy.policy('headroom')"],
+    "buoy --help": [sys.executable, "-m", "buoy", "--help"],
+}
+
+
+def seconds(command: list[str]) -> float:
+    """Time one run."""
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)  # noqa: S603
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print the medians."""
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(31):
+        for name, command in COMMANDS.items():
+            times[name].append(seconds(command))
+    bare = statistics.median(times["bare python"])
+    for name, found in times.items():
+        median = statistics.median(found)
+        over = (
+            ""
+            if name == "bare python"
+            else f", {(median - bare) * 1e3:.0f} ms over bare"
+        )
+        print(f"{name:12} {median * 1e3:6.0f} ms{over}")
+
+
+if __name__ == "__main__":
+    main()

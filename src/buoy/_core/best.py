@@ -1,0 +1,60 @@
+"""The best exponent of every step: the oracle that all regret is measured against."""
+
+import math
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+from buoy._core.trace import Trace
+
+__all__ = ["Best"]
+
+
+class Best:
+    """The largest whole exponent that does not overflow, step by step.
+
+    There is none (None) where all gradients are 0 or one is non-finite at any scale.
+    A scale between two powers of two is taken for the lower where it was too low and
+    for the upper where it was too high.
+
+    Example:
+        >>> best = Best(Trace(amax_log2=(1.0, -4.0, float("nan"))))
+        >>> best.exponents, best.too_low(0, 3, 13.5, ()), best.too_high(14.5, [0])
+        ([14, 19, None], 7.0, 1.0)
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        limit, floor, infinity = trace.max_log2, math.floor, math.inf
+        self.exponents = [
+            floor(limit - amax) if -infinity < amax < infinity else None
+            for amax in trace.amax_log2
+        ]
+        told = (best is not None for best in self.exponents)
+        self._counts = array("q", accumulate(told, initial=0))
+        sizes = (best or 0 for best in self.exponents)
+        self._sums = array("d", accumulate(sizes, initial=0))
+
+    def known(self, start: int, end: int) -> int:
+        """Count the steps from start to end that have a best exponent."""
+        return self._counts[end] - self._counts[start]
+
+    def too_low(
+        self, start: int, end: int, exponent: float, lost: Sequence[int]
+    ) -> float:
+        """Sum up the binades by which the steps that were not lost were too low."""
+        known = self._counts[end] - self._counts[start]
+        total = self._sums[end] - self._sums[start]
+        for step in lost:
+            best = self.exponents[step]
+            if best is not None:
+                known, total = known - 1, total - best
+        if not known:
+            return 0.0
+        whole = math.floor(exponent) if math.isfinite(exponent) else exponent
+        return total - whole * known
+
+    def too_high(self, exponent: float, lost: Sequence[int]) -> float:
+        """Sum up the binades by which the lost steps were too high."""
+        whole = math.ceil(exponent) if math.isfinite(exponent) else exponent
+        found = (self.exponents[step] for step in lost)
+        return float(sum(max(0, whole - best) for best in found if best is not None))

@@ -1,0 +1,224 @@
+"""Run policies over a trace, and judge what each of them would have done.
+
+Replay answers "what if" for the scale alone: the gradients are those that were
+recorded, so what a skipped step or an underflow does to the rest of the run is not in
+it.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from buoy._core.best import Best
+from buoy._core.policy import Policy
+from buoy._core.registry import policy as make
+from buoy._core.trace import Histogram, Trace
+from buoy._core.walk import Walk, walk
+
+__all__ = ["Replayed", "oracle", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What became of one policy on one trace.
+
+    Regret is in binades, a mean over the steps: how far the scale was below the
+    largest power of two that would not have overflowed (`too_low`), or above it
+    (`too_high`, which costs the step).  Steps without a best scale are left out of it:
+    all gradients 0, or non-finite at any scale.
+    """
+
+    name: str
+    policy: Policy | None  # None for the oracle
+    steps: int  # fewer than the trace has, if the policy gave up
+    skipped: int
+    let_through: int  # non-finite steps that were applied all the same
+    weight_underflow: float | None  # share of gradients; None: the trace cannot tell
+    activation_underflow: float | None
+    first_scale: float
+    final_scale: float
+    mean_scale_log2: float
+    too_low: float
+    too_high: float
+    collapsed_at: int | None  # the step at which the policy gave up
+    walk: Walk  # every step: where the scale moved, which steps were lost
+
+    @property
+    def regret(self) -> float:
+        """Mean distance from the oracle's scale, in binades."""
+        return self.too_low + self.too_high
+
+    @property
+    def skipped_share(self) -> float:
+        """Share of the steps that were not applied."""
+        return self.skipped / self.steps
+
+    @property
+    def mean_scale(self) -> float:
+        """Geometric mean of the scale over the steps."""
+        return _exp2(self.mean_scale_log2)
+
+    @property
+    def skips(self) -> Sequence[int]:
+        """The steps that were not applied."""
+        return self.walk.skipped
+
+    def scales(self) -> Iterator[tuple[int, int, float]]:
+        """Yield start, end and log2 of the scale of every run of equal scales."""
+        return self.walk.runs()
+
+
+def replay(
+    trace: Trace, policies: Mapping[str, str | Policy] | Iterable[str | Policy]
+) -> tuple[Replayed, ...]:
+    """Run each policy over the trace, in the order given.
+
+    A policy is an object or a name; a mapping gives the results names of your own.
+
+    Example:
+        >>> from buoy import Static
+        >>> trace = Trace(amax_log2=(-2.0, 3.0, -2.0))
+        >>> for result in replay(trace, ["torch", Static(init_scale=2.0**10)]):
+        ...     print(result.name, result.skipped, round(result.regret, 2))
+        torch 1 2.33
+        Static 0 5.33
+    """
+    judge = _Judge(trace)
+    return tuple(
+        judge.judged(name, chosen, walk(chosen, trace))
+        for name, chosen in _named(policies)
+    )
+
+
+def oracle(trace: Trace) -> Replayed:
+    """Judge the scale that knows the step: the largest power of two that fits.
+
+    No policy can skip less or underflow less without skipping; what it still loses is
+    the format's doing.
+
+    Example:
+        >>> best = oracle(Trace(amax_log2=(-2.0, 3.0, -2.0)))
+        >>> [exponent for _, _, exponent in best.scales()]
+        [17.0, 12.0, 17.0]
+    """
+    judge = _Judge(trace)
+    starts, exponents, lost = array("q"), array("d"), array("q")
+    fits = judge.best.exponents
+    best = next((best for best in fits if best is not None), 0)
+    for step, here in enumerate(fits):
+        if not trace.amax_log2[step] < math.inf:
+            lost.append(step)
+        if not starts or (here is not None and here != best):
+            best = best if here is None else here
+            starts.append(step)
+            exponents.append(best)
+    went = Walk(
+        steps=len(trace),
+        starts=starts,
+        exponents=exponents,
+        overflows=lost,
+        skipped=lost,
+        first_scale=_exp2(exponents[0]),
+        final_scale=_exp2(exponents[-1]),
+    )
+    return judge.judged("oracle", None, went)
+
+
+def _named(
+    policies: Mapping[str, str | Policy] | Iterable[str | Policy],
+) -> list[tuple[str, Policy]]:
+    if isinstance(policies, Mapping):
+        return [(name, make(given)) for name, given in policies.items()]
+    if isinstance(policies, (str, Policy)):
+        policies = [policies]
+    return [
+        (given if isinstance(given, str) else type(given).__name__, make(given))
+        for given in policies
+    ]
+
+
+class _Judge:
+    """What all policies on one trace are measured by."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.best = Best(trace)
+        self.cuts = sorted(
+            {h.start for h in (*trace.weight_histograms, *trace.activation_histograms)}
+        )
+
+    def judged(self, name: str, policy: Policy | None, went: Walk) -> Replayed:
+        """Sum up one walk."""
+        too_low, too_high = self._regret(went)
+        weights, activations = self._underflow(went)
+        return Replayed(
+            name=name,
+            policy=policy,
+            steps=went.steps,
+            skipped=len(went.skipped),
+            let_through=len(set(went.overflows).difference(went.skipped)),
+            weight_underflow=weights,
+            activation_underflow=activations,
+            first_scale=went.first_scale,
+            final_scale=went.final_scale,
+            mean_scale_log2=_mean_log2(went),
+            too_low=too_low,
+            too_high=too_high,
+            collapsed_at=went.steps - 1 if went.collapsed else None,
+            walk=went,
+        )
+
+    def _regret(self, went: Walk) -> tuple[float, float]:
+        low = high = 0.0
+        for start, end, exponent, _, lost in went.stretches(()):
+            low += self.best.too_low(start, end, exponent, lost)
+            if lost:
+                high += self.best.too_high(exponent, lost)
+        known = self.best.known(0, went.steps) or 1
+        return low / known, high / known
+
+    def _underflow(self, went: Walk) -> tuple[float | None, float | None]:
+        trace = self.trace
+        sums, counts = [0.0, 0.0], [0, 0]
+        kinds = (
+            _at_cuts(trace.weight_histograms, self.cuts),
+            _at_cuts(trace.activation_histograms, self.cuts),
+        )
+        if not self.cuts:
+            return None, None
+        for start, end, exponent, cut, lost in went.stretches(self.cuts):
+            used = end - start - len(lost)
+            for kind, histograms in enumerate(kinds):
+                histogram = histograms[cut]
+                if used and histogram is not None:
+                    sums[kind] += used * histogram.below(trace.zero_log2 - exponent)
+                    counts[kind] += used
+        weights, activations = (
+            total / used if used else None
+            for total, used in zip(sums, counts, strict=True)
+        )
+        return weights, activations
+
+
+def _at_cuts(
+    histograms: Sequence[Histogram], cuts: Sequence[int]
+) -> list[Histogram | None]:
+    """Return the histogram that holds before the first cut, and after each."""
+    by_start = {histogram.start: histogram for histogram in histograms}
+    held: list[Histogram | None] = [None]
+    for cut in cuts:
+        held.append(by_start.get(cut, held[-1]))
+    return held
+
+
+def _exp2(exponent: float) -> float:
+    try:
+        return float(2.0**exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _mean_log2(went: Walk) -> float:
+    total = math.fsum((end - start) * log2 for start, end, log2 in went.runs())
+    return total / went.steps

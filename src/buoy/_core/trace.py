@@ -1,0 +1,161 @@
+"""What a run left behind: the size of its gradients at every step.
+
+All sizes are of unscaled gradients and in log2, so that a scale is an addition and one
+trace serves every policy.  Files are read and written by `buoy.trace`.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from buoy._core.errors import TraceError
+
+__all__ = ["FP16_MAX_LOG2", "FP16_ZERO_LOG2", "SMALL_LOG2", "Histogram", "Trace"]
+
+FP16_MAX_LOG2 = math.log2(65504.0)
+FP16_ZERO_LOG2 = -25.0  # half the smallest subnormal: what is below rounds to zero
+SMALL_LOG2 = -20.0  # below this, `Seen.underflow` counts a scaled gradient as small
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many nonzero gradients lie in each binade, from step `start` on.
+
+    `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Inside a binade
+    they are taken to be spread evenly in log2: exact for the powers of two that nearly
+    every policy keeps to, and smooth for the rest, where atoms would jump.
+
+    Example:
+        >>> half = Histogram(start=0, low=-30, counts=(1, 1))
+        >>> half.below(-29.0), half.below(-28.5)
+        (0.5, 0.75)
+    """
+
+    start: int
+    low: int
+    counts: tuple[float, ...]
+    _shares: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = tuple(self.counts)
+        total = math.fsum(counts)
+        if not all(c >= 0 for c in counts) or not 0 < total < math.inf:
+            message = (
+                f"The histogram at step {self.start} must hold counts that are not "
+                f"negative and not all 0, got {counts!r}."
+            )
+            raise TraceError(message)
+        object.__setattr__(self, "counts", counts)
+        shares = tuple(c / total for c in accumulate(counts, initial=0))
+        object.__setattr__(self, "_shares", shares)
+
+    def below(self, log2: float) -> float:
+        """Return the share of the gradients smaller than 2^log2."""
+        place = log2 - self.low
+        if not place > 0.0:
+            return 0.0
+        if place >= len(self.counts):
+            return 1.0
+        i = int(place)
+        shares = self._shares
+        return shares[i] + (place - i) * (shares[i + 1] - shares[i])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The recorded or invented history of a run, one entry per step.
+
+    A step overflows at scale S where `amax_log2` + log2(S) is above `max_log2`; with
+    `amax_log2` of inf or NaN it does so at any scale.  A scaled gradient below
+    2^`zero_log2` becomes 0.
+
+    Example:
+        >>> trace = Trace(amax_log2=(-3.0, 2.5, -3.0), loss_log2=(0.0, 5.0, 0.0))
+        >>> len(trace), trace.has_histograms
+        (3, False)
+    """
+
+    amax_log2: Sequence[float]  # of the largest |gradient|; -inf where all are 0
+    loss_log2: Sequence[float] | None = None  # of |loss|
+    weight_histograms: Sequence[Histogram] = ()  # of the parameters' gradients
+    activation_histograms: Sequence[Histogram] = ()  # of the gradients in between
+    max_log2: float = FP16_MAX_LOG2
+    zero_log2: float = FP16_ZERO_LOG2
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "amax_log2", _floats(self.amax_log2, "amax_log2"))
+        if not self.amax_log2:
+            message = "A trace needs at least one step, got `amax_log2` of length 0."
+            raise TraceError(message)
+        if self.loss_log2 is not None:
+            put(self, "loss_log2", _floats(self.loss_log2, "loss_log2"))
+            self._check_length(self.loss_log2)
+        for limit in ("max_log2", "zero_log2"):
+            self._check_limit(limit)
+        for kind in ("weight_histograms", "activation_histograms"):
+            put(self, kind, tuple(getattr(self, kind)))
+            self._check_order(kind)
+
+    def __len__(self) -> int:
+        return len(self.amax_log2)
+
+    @property
+    def has_histograms(self) -> bool:
+        """Whether it can be told what underflows."""
+        return bool(self.weight_histograms or self.activation_histograms)
+
+    def head(self, steps: int) -> "Trace":
+        """Return the first `steps` steps as a trace of their own."""
+        return Trace(
+            amax_log2=self.amax_log2[:steps],
+            loss_log2=None if self.loss_log2 is None else self.loss_log2[:steps],
+            weight_histograms=_until(self.weight_histograms, steps),
+            activation_histograms=_until(self.activation_histograms, steps),
+            max_log2=self.max_log2,
+            zero_log2=self.zero_log2,
+            name=self.name,
+        )
+
+    def _check_length(self, losses: Sequence[float]) -> None:
+        if len(losses) != len(self):
+            message = (
+                "`loss_log2` must have one entry per step like `amax_log2`, "
+                f"got {len(losses)} and {len(self)}."
+            )
+            raise TraceError(message)
+
+    def _check_limit(self, limit: str) -> None:
+        value = getattr(self, limit)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            message = f"`{limit}` must be a finite number, got {value!r}."
+            raise TraceError(message)
+
+    def _check_order(self, kind: str) -> None:
+        starts = [histogram.start for histogram in getattr(self, kind)]
+        if starts and starts[0] < 0:
+            message = f"`{kind}` must start at step 0 or later, got {starts[0]!r}."
+            raise TraceError(message)
+        for before, after in pairwise(starts):
+            if after <= before:
+                message = (
+                    f"`{kind}` must be in the order of their steps, "
+                    f"got {after!r} after {before!r}."
+                )
+                raise TraceError(message)
+
+
+def _floats(values: Iterable[float], field_name: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, values))
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"`{field_name}` must hold one number per step: {error}."
+        raise TraceError(message) from error
+
+
+def _until(histograms: Sequence[Histogram], steps: int) -> Sequence[Histogram]:
+    starts = [histogram.start for histogram in histograms]
+    return histograms[: bisect_right(starts, steps - 1)]

@@ -1,0 +1,278 @@
+"""Lead one policy through a trace and note where its scale moved and what it lost.
+
+A policy that reads nothing but `finite` is a finite machine, however its rule is
+written: its states are interned and every transition is computed once.  The others are
+led step by step.
+"""
+
+import math
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from buoy._core.errors import ScaleCollapsedError
+from buoy._core.ops import PLAIN
+from buoy._core.policy import Policy
+from buoy._core.state import Seen
+from buoy._core.trace import SMALL_LOG2, Trace
+
+__all__ = ["Walk", "log2_of", "walk"]
+
+_MEASURED_EVERY = 16  # the share of small gradients is not measured at every step
+_MOST_STATES = 2**17  # about 50 MB; some rules count without end
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Where one policy went: the scale as runs of equal log2, and the lost steps."""
+
+    steps: int
+    starts: "array[int]"  # first step of every run
+    exponents: "array[float]"  # log2 of the scale in it
+    overflows: "array[int]"  # steps that were not finite
+    skipped: "array[int]"  # steps that were not applied: most often the same
+    first_scale: float
+    final_scale: float  # for the step after the last
+    collapsed: bool = False
+
+    def runs(self) -> Iterator[tuple[int, int, float]]:
+        """Yield start, end and log2 of the scale of every run."""
+        starts, last = self.starts, len(self.starts) - 1
+        for i, exponent in enumerate(self.exponents):
+            yield starts[i], starts[i + 1] if i < last else self.steps, exponent
+
+    def lost(self) -> Sequence[int]:
+        """Return the steps from which no gradient was used as it should."""
+        if self.skipped is self.overflows:
+            return self.skipped
+        return array("q", sorted({*self.skipped, *self.overflows}))
+
+    def stretches(
+        self, cuts: Sequence[int]
+    ) -> Iterator[tuple[int, int, float, int, Sequence[int]]]:
+        """Yield the runs, cut: start, end, log2 of the scale, number of cuts, lost.
+
+        The number is of the cuts at or before the stretch; `lost` are its steps that
+        were not used.
+        """
+        lost = self.lost()
+        cut, gone = 0, 0
+        at = 0
+        for _, end, exponent in self.runs():
+            while at < end:
+                while cut < len(cuts) and cuts[cut] <= at:
+                    cut += 1
+                stop = min(end, cuts[cut]) if cut < len(cuts) else end
+                until = bisect_left(lost, stop, gone)
+                yield at, stop, exponent, cut, lost[gone:until]
+                at, gone = stop, until
+
+
+def log2_of(scale: float) -> float:
+    """Return log2 of a scale, whatever a rule made of it."""
+    return math.log2(scale) if 0.0 < scale < math.inf else _odd_log2(scale)
+
+
+def _odd_log2(scale: float) -> float:
+    if scale == 0.0:
+        return -math.inf
+    return scale if scale > 0.0 else math.nan
+
+
+def _limit(trace: Trace, exponent: float) -> float:
+    """Return the largest log2 amax that does not overflow: exact ties do not."""
+    if exponent == -math.inf:  # 0 * inf is NaN
+        return sys.float_info.max
+    if exponent == math.inf:  # 0 * inf again
+        return math.nan
+    return trace.max_log2 - exponent
+
+
+def walk(policy: Policy, trace: Trace) -> Walk:
+    """Lead `policy` through `trace`.
+
+    Example:
+        >>> from buoy import Backoff
+        >>> went = walk(Backoff(), Trace(amax_log2=(1.0, 1.0, -9.0)))
+        >>> list(went.runs()), list(went.skipped)
+        ([(0, 1, 16.0), (1, 2, 15.0), (2, 3, 14.0)], [0, 1])
+    """
+    return (_walk_blind if _is_machine(policy) else _walk_seeing)(policy, trace)
+
+
+def _is_machine(policy: Policy) -> bool:
+    try:
+        hash(policy.init())
+    except TypeError:
+        return False
+    return not policy.wants and bool(policy.applies(Seen(finite=True)))
+
+
+class _Machine:
+    """The states of a policy by number, and the transitions found so far."""
+
+    def __init__(self, policy: Policy, trace: Trace) -> None:
+        self.policy = policy
+        self.trace = trace
+        self.states: list[Any] = []
+        self.numbers: dict[Any, int] = {}
+        self.exponents: list[float] = []
+        self.limits: list[float] = []
+        self.after_finite: list[int] = []
+        self.after_overflow: list[int] = []
+
+    def number(self, state: Any) -> int:
+        """Return the number of a state, giving it one if it is new."""
+        number = self.numbers.setdefault(state, len(self.states))
+        if number == len(self.states):
+            exponent = log2_of(state.scale)
+            self.states.append(state)
+            self.exponents.append(exponent)
+            self.limits.append(_limit(self.trace, exponent))
+            self.after_finite.append(_UNKNOWN)
+            self.after_overflow.append(_UNKNOWN)
+        return number
+
+    def learn(self, number: int, *, finite: bool) -> int:
+        """Ask the policy for a transition; return the number of the state it gives."""
+        seen = Seen(finite=finite)
+        state = self.policy.update(self.states[number], seen, ops=PLAIN)
+        if len(self.states) >= _MOST_STATES:
+            self._forget()
+            return self.number(state)
+        after = self.number(state)
+        (self.after_finite if finite else self.after_overflow)[number] = after
+        return after
+
+    def _forget(self) -> None:
+        # In place: whoever walks holds on to the lists.
+        self.numbers.clear()
+        self.states.clear()
+        self.exponents.clear()
+        self.limits.clear()
+        self.after_finite.clear()
+        self.after_overflow.clear()
+
+
+def _walk_blind(policy: Policy, trace: Trace) -> Walk:
+    machine = _Machine(policy, trace)
+    limits, exponent_of = machine.limits, machine.exponents
+    after_finite, after_overflow = machine.after_finite, machine.after_overflow
+    starts, exponents, overflows = array("q"), array("d"), array("q")
+    through = policy.applies(Seen(finite=False))
+    skipped = array("q") if through else overflows
+
+    first = last = policy.init()
+    state = machine.number(first)
+    exponent, step, gave_up = None, 0, False
+    try:
+        for step, amax in enumerate(trace.amax_log2):
+            if exponent_of[state] != exponent:
+                exponent = exponent_of[state]
+                starts.append(step)
+                exponents.append(exponent)
+            if amax <= limits[state]:
+                after = after_finite[state]
+                state = machine.learn(state, finite=True) if after < 0 else after
+            else:
+                overflows.append(step)
+                after = after_overflow[state]
+                state = machine.learn(state, finite=False) if after < 0 else after
+        last = machine.states[state]
+    except ScaleCollapsedError as error:
+        gave_up, last = True, error.state or machine.states[state]
+    return Walk(
+        steps=step + 1,
+        starts=starts,
+        exponents=exponents,
+        overflows=overflows,
+        skipped=skipped,
+        first_scale=first.scale,
+        final_scale=last.scale,
+        collapsed=gave_up,
+    )
+
+
+def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
+    show = _shown(policy, trace)
+    foresee, update, applies = policy.foresee, policy.update, policy.applies
+    losses = trace.loss_log2 if "loss" in policy.wants else None
+    starts, exponents = array("q"), array("d")
+    overflows, skipped = array("q"), array("q")
+
+    state: Any = policy.init()
+    first = state
+    scale, step, gave_up = None, 0, False
+    exponent = limit = math.nan
+    try:
+        for step, amax in enumerate(trace.amax_log2):
+            if losses is not None:
+                state = foresee(state, PLAIN.exp2(losses[step]), ops=PLAIN)
+            if state.scale != scale:
+                scale = state.scale
+                exponent = log2_of(scale)
+                limit = _limit(trace, exponent)
+                starts.append(step)
+                exponents.append(exponent)
+            finite = amax <= limit
+            seen = show(step, amax, exponent, finite)
+            if not finite:
+                overflows.append(step)
+            if not applies(seen):
+                skipped.append(step)
+            state = update(state, seen, ops=PLAIN)
+    except ScaleCollapsedError as error:
+        gave_up, state = True, error.state or state
+    if skipped == overflows:
+        skipped = overflows
+    return Walk(
+        steps=step + 1,
+        starts=starts,
+        exponents=exponents,
+        overflows=overflows,
+        skipped=skipped,
+        first_scale=first.scale,
+        final_scale=state.scale,
+        collapsed=gave_up,
+    )
+
+
+def _shown(policy: Policy, trace: Trace) -> Callable[[int, float, float, bool], Seen]:
+    """Make the function that tells a policy what a front end would have measured."""
+    sees_amax = "amax_log2" in policy.wants
+    zero_log2 = trace.zero_log2
+    small = _small(trace) if "underflow" in policy.wants else None
+
+    def show(step: int, amax: float, exponent: float, finite: bool) -> Seen:  # noqa: FBT001
+        if not finite:
+            return Seen(False, math.inf if sees_amax else None)
+        scaled = None
+        if sees_amax:
+            scaled = amax + exponent
+            if scaled < zero_log2:
+                scaled = -math.inf  # the largest gradient became 0, and so did all
+        if small is None or (step + 1) % _MEASURED_EVERY:
+            return Seen(True, scaled)
+        return Seen(True, scaled, small(step, exponent))
+
+    return show
+
+
+def _small(trace: Trace) -> Callable[[int, float], float | None]:
+    histograms = trace.weight_histograms
+    starts = [histogram.start for histogram in histograms]
+
+    def small(step: int, exponent: float) -> float | None:
+        at = bisect_right(starts, step) - 1
+        if at < 0:
+            return None
+        zero = histograms[at].below(trace.zero_log2 - exponent)
+        if zero >= 1.0:
+            return None
+        return (histograms[at].below(SMALL_LOG2 - exponent) - zero) / (1.0 - zero)
+
+    return small

@@ -1,0 +1,122 @@
+"""Results as text: tables by rich, JSON, numbers in words that people read."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+__all__ = ["describe", "json_out", "percent", "plain", "scale", "table", "value_text"]
+
+_NAME = 24  # characters of a name that are kept on one line
+
+
+def json_out(document: dict[str, Any]) -> None:
+    """Print one JSON object; what JSON has no number for becomes a string."""
+    import json  # noqa: PLC0415 - slow to import
+
+    click.echo(json.dumps(plain(document), allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """Reduce a value to what JSON knows.
+
+    Example:
+        >>> plain({"a": (1.0, float("-inf"))})
+        {'a': [1.0, '-inf']}
+    """
+    if isinstance(value, dict):
+        empty = inspect.Parameter.empty  # of **parameters
+        return {str(k): plain(v) for k, v in value.items() if v is not empty}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(describe(value))
+    return str(value)
+
+
+def describe(value: Any) -> dict[str, Any]:
+    """Name a dataclass and list its fields."""
+    names = [field.name for field in dataclasses.fields(value)]
+    return {
+        "type": type(value).__name__,
+        **{name: getattr(value, name) for name in names if not name.startswith("_")},
+    }
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0
+) -> None:
+    """Print a table; the last `right` columns are numbers and keep their width."""
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415 - slow to import
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    made = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    for i, name in enumerate(columns):
+        number = i >= len(columns) - right
+        made.add_column(
+            name,
+            justify="right" if number else "left",
+            overflow="fold",
+            no_wrap=number,
+            min_width=None if i else min(max(len(row[0]) for row in rows), _NAME),
+            max_width=_NAME if 0 < i < len(columns) - 1 else None,
+        )
+    for row in rows:
+        # Text, not markup: a name may hold brackets.
+        made.add_row(*(Text(cell) for cell in row))
+    Console(highlight=False).print(made)
+
+
+def scale(log2: float, digits: int = 0) -> str:
+    """Write a scale as a power of two.
+
+    Example:
+        >>> scale(16.0), scale(16.26, 1), scale(float("-inf"))
+        ('2^16', '2^16.3', '0')
+    """
+    if not math.isfinite(log2):
+        return "0" if log2 == -math.inf else str(log2)
+    return f"2^{log2:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Write a share in percent, with the digits that matter.
+
+    Example:
+        >>> percent(0.5), percent(0.00012), percent(0.0), percent(None)
+        ('50', '0.012', '0', '-')
+    """
+    if share is None:
+        return "-"
+    value = 100.0 * share
+    return f"{value:.4g}" if abs(value) >= 0.001 or not value else f"{value:.0e}"
+
+
+def value_text(value: Any) -> str:
+    """Write a parameter as one would type it.
+
+    Example:
+        >>> value_text(65536.0), value_text(0.5), value_text(0.99), value_text(None)
+        ('2^16', '0.5', '0.99', 'None')
+    """
+    if not isinstance(value, float) or not 0.0 < value < math.inf:
+        return str(value)
+    log2 = math.log2(value)
+    if log2.is_integer() and not 1e-2 < value < 1e3:
+        return f"2^{log2:.0f}"
+    return f"{value:g}"

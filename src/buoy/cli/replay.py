@@ -1,0 +1,133 @@
+"""`buoy replay`: what other policies would have done."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from buoy._core.policy import Policy
+from buoy._core.registry import policy as make
+from buoy._core.replay import Replayed, oracle
+from buoy._core.replay import replay as run
+from buoy._core.trace import Trace
+from buoy._core.walk import log2_of
+from buoy.cli.render import describe, json_out, percent, scale, table
+from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed
+
+__all__ = ["compare", "replay"]
+
+_USUAL = ("headroom", "torch", "megatron")
+
+
+@click.command(short_help="Run policies over a trace, compare what they lose.")
+@FILE
+@click.option(
+    "-p",
+    "--policy",
+    "specs",
+    metavar="NAME[:key=value,...]",
+    multiple=True,
+    help="A policy to run, with parameters, e.g. torch:init_scale=2**10. Repeatable. "
+    f"[default: {', '.join(_USUAL)}]",
+)
+@FORMAT
+@JSON
+def replay(
+    source: str, specs: tuple[str, ...], number_format: str | None, *, as_json: bool
+) -> None:
+    """Run policies over the trace in FILE and compare what they lose.
+
+    FILE may also be synthetic:KIND[:steps=N,seed=N], with KIND of stationary, spikes,
+    step_up, step_down, drift_down, drift_up, saw, noise, jumps.
+    """
+    policies = _named(specs or _USUAL)
+    compare(opened(source, number_format), policies, as_json=as_json)
+
+
+def compare(trace: Trace, policies: dict[str, Policy], *, as_json: bool) -> None:
+    """Print what the policies, and the oracle, make of the trace."""
+    results = run(trace, policies)
+    best = oracle(trace)
+    if as_json:
+        json_out(
+            {
+                "trace": {
+                    "name": trace.name,
+                    "steps": len(trace),
+                    "max_log2": trace.max_log2,
+                    "zero_log2": trace.zero_log2,
+                    "has_loss": trace.loss_log2 is not None,
+                    "has_histograms": trace.has_histograms,
+                },
+                "policies": [_as_dict(result) for result in results],
+                "oracle": _as_dict(best),
+            }
+        )
+        return
+    _print(trace, (*results, best))
+
+
+def _named(specs: Iterable[str]) -> dict[str, Policy]:
+    found: dict[str, Policy] = {}
+    for spec in specs:
+        name, parameters = parsed(spec)
+        label, again = spec, 1
+        while label in found:
+            again += 1
+            label = f"{spec} #{again}"
+        found[label] = make(name, **parameters)
+    return found
+
+
+def _as_dict(result: Replayed) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "policy": None if result.policy is None else describe(result.policy),
+        "steps": result.steps,
+        "skipped": result.skipped,
+        "let_through": result.let_through,
+        "weight_underflow": result.weight_underflow,
+        "activation_underflow": result.activation_underflow,
+        "first_scale": result.first_scale,
+        "final_scale": result.final_scale,
+        "mean_scale": result.mean_scale,
+        "mean_scale_log2": result.mean_scale_log2,
+        "regret": result.regret,
+        "too_low": result.too_low,
+        "too_high": result.too_high,
+        "collapsed_at": result.collapsed_at,
+    }
+
+
+def _print(trace: Trace, results: Iterable[Replayed]) -> None:
+    table(
+        f"{trace.name or 'trace'}: {len(trace)} steps",
+        ("policy", "skipped", "weights", "activ.", "mean", "final", "low", "high"),
+        [_row(result) for result in results],
+        right=7,
+    )
+    click.echo(
+        "skipped: steps; weights, activ.: % of gradients underflowed; mean, final:\n"
+        "scale; low, high: mean binades below and above the oracle's scale."
+    )
+    if not trace.has_histograms:
+        click.echo("The trace has no histograms: it cannot tell what underflows.")
+    for result in results:
+        if result.collapsed_at is not None:
+            click.echo(f"{result.name} gave up at step {result.collapsed_at}.")
+        if result.let_through:
+            steps = result.let_through
+            click.echo(f"{result.name} applied {steps} steps that were not finite.")
+
+
+def _row(result: Replayed) -> tuple[str, ...]:
+    return (
+        result.name,
+        str(result.skipped),
+        percent(result.weight_underflow),
+        percent(result.activation_underflow),
+        scale(result.mean_scale_log2, 1),
+        scale(log2_of(result.final_scale)),
+        f"{result.too_low:.2f}",
+        f"{result.too_high:.2f}",
+    )

@@ -1,0 +1,108 @@
+"""What people type: NAME[:key=value,...], and FILE or synthetic:KIND."""
+
+import re
+from dataclasses import replace
+from math import log2
+from typing import Any
+
+import click
+
+from buoy._core.formats import FORMATS, number_format
+from buoy._core.trace import Trace
+
+__all__ = ["FILE", "FORMAT", "JSON", "opened", "parsed", "value_of"]
+
+_POWER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\*\*|\^)(-?\d+(?:\.\d+)?)")
+_WORDS = {"true": True, "false": False, "none": None}
+
+FILE = click.argument("source", metavar="FILE")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+FORMAT = click.option(
+    "-f",
+    "--format",
+    "number_format",
+    type=click.Choice(list(FORMATS)),
+    help="Overflow and underflow as in this format, not as recorded.",
+)
+
+
+def parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Split NAME[:key=value,...] into the name and its parameters.
+
+    Example:
+        >>> parsed("torch:init_scale=2**10,growth_interval=500")
+        ('torch', {'init_scale': 1024, 'growth_interval': 500})
+    """
+    name, _, rest = text.partition(":")
+    parameters = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not name or not key.strip() or not equals or not value.strip():
+            message = f"{item!r} is not key=value, e.g. growth_interval=500."
+            raise click.BadParameter(message, param_hint="NAME[:key=value,...]")
+        parameters[key.strip()] = value_of(value.strip())
+    return name.strip(), parameters
+
+
+def value_of(text: str) -> Any:
+    """Read a number, true, false, none, or else a name.
+
+    Example:
+        >>> [value_of(text) for text in ("2^-3", "500", "1e-3", "true", "clean")]
+        [0.125, 500, 0.001, True, 'clean']
+    """
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    power = _POWER.fullmatch(text)
+    if power:
+        return _power(text, *power.groups())
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _power(text: str, base: str, exponent: str) -> float:
+    try:
+        value = float(base) ** float(exponent)
+    except (OverflowError, ZeroDivisionError) as error:
+        message = f"{text!r} is not a number that fits in a float."
+        raise click.BadParameter(message) from error
+    if isinstance(value, complex):
+        message = f"{text!r} is not a real number."
+        raise click.BadParameter(message)
+    whole = value.is_integer() and "." not in base + exponent and abs(value) < 2**53
+    return int(value) if whole else value
+
+
+def opened(source: str, format_name: str | None = None) -> Trace:
+    """Read the trace that was named, or invent it."""
+    if source.startswith("synthetic:"):
+        trace = _invented(source.removeprefix("synthetic:"))
+    else:
+        from buoy.trace.read import read  # noqa: PLC0415 - only where a file is read
+
+        trace = read(source)
+    if format_name is None:
+        return trace
+    limits = number_format(format_name)
+    zero = limits.smallest_subnormal / 2
+    return replace(trace, max_log2=limits.max_log2, zero_log2=log2(zero))
+
+
+def _invented(text: str) -> Trace:
+    from buoy.trace.synthetic import synthetic  # noqa: PLC0415 - imports random
+
+    kind, settings = parsed(text)
+    numbers = {"steps": 10_000, "seed": 0}
+    for key, value in settings.items():
+        if key not in numbers or not isinstance(value, int):
+            message = (
+                f"{key}={value} does not fit a synthetic trace: "
+                "it takes whole numbers for steps and seed."
+            )
+            raise click.BadParameter(message)
+        numbers[key] = value
+    return synthetic(kind, **numbers)

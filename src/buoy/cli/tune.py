@@ -1,0 +1,172 @@
+"""`buoy tune`: the best static scale and settings, and how sure that is."""
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from buoy._core.tune import Tuned, TunedPolicy, TunedStatic
+from buoy._core.tune import tune as run
+from buoy.cli.render import describe, json_out, percent, value_text
+from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed, value_of
+
+__all__ = ["tune"]
+
+_USUAL = ("backoff",)
+
+
+@click.command(short_help="Find the best static scale and policy settings.")
+@FILE
+@click.option(
+    "-p",
+    "--policy",
+    "specs",
+    metavar="NAME[:key=value,...]",
+    multiple=True,
+    help="A policy to tune; the parameters given stay as they are. Repeatable. "
+    f"[default: {', '.join(_USUAL)}]",
+)
+@click.option(
+    "-t",
+    "--try",
+    "tries",
+    metavar="KEY=VALUE,...",
+    multiple=True,
+    help="Values of a parameter to try, in place of the usual ones. Repeatable.",
+)
+@click.option(
+    "--max-skipped",
+    metavar="SHARE",
+    type=click.FloatRange(0.0, 1.0),
+    default=1e-3,
+    show_default=True,
+    help="Share of the steps that a safe static scale may skip.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of resampling.")
+@FORMAT
+@JSON
+def tune(
+    source: str,
+    specs: tuple[str, ...],
+    tries: tuple[str, ...],
+    max_skipped: float,
+    seed: int,
+    number_format: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Find the best static scale and policy settings for the trace in FILE.
+
+    FILE may also be synthetic:KIND, as for replay.
+    """
+    found = run(
+        opened(source, number_format),
+        [parsed(spec) for spec in specs or _USUAL],
+        tries=dict(map(_tried, tries)) or None,
+        max_skipped=max_skipped,
+        seed=seed,
+    )
+    if as_json:
+        json_out(_as_dict(found))
+        return
+    width = max(min(shutil.get_terminal_size().columns, 80), 20)
+    for paragraph in _sentences(found):
+        click.echo(textwrap.fill(paragraph, width, break_on_hyphens=False))
+
+
+def _tried(text: str) -> tuple[str, list[Any]]:
+    key, equals, values = text.partition("=")
+    found = [value_of(value.strip()) for value in values.split(",") if value.strip()]
+    if not key.strip() or not equals or not found:
+        message = f"{text!r} is not key=value,value, e.g. growth_interval=100,500."
+        raise click.BadParameter(message, param_hint="'--try'")
+    return key.strip(), found
+
+
+def _as_dict(found: Tuned) -> dict[str, Any]:
+    static = describe(found.static)
+    static["scale"] = found.static.scale
+    return {
+        "trace": found.trace,
+        "steps": found.steps,
+        "objective": found.objective,
+        "static": {k: v for k, v in static.items() if k != "type"},
+        "policies": [
+            {k: v for k, v in describe(tuned).items() if k != "type"}
+            for tuned in found.policies
+        ],
+    }
+
+
+def _sentences(found: Tuned) -> Iterator[str]:
+    yield " ".join(_of_static(found.static))
+    for tuned in found.policies:
+        yield ""
+        yield " ".join(_of_policy(tuned, found.steps))
+    yield ""
+    if found.objective == "skipped+underflow":
+        yield "Lost: skipped steps, and of the others the gradients that underflow."
+    else:
+        yield (
+            "The trace has no histograms, so that what underflows is not known: each "
+            "binade below the best scale was charged 0.01% of a step instead."
+        )
+
+
+def _of_static(best: TunedStatic) -> Iterator[str]:
+    yield (
+        f"Best static scale: 2^{best.exponent} ({best.scale:g}); "
+        f"it would have lost {percent(best.loss)}%."
+    )
+    if best.lowest != best.highest:
+        yield f"From 2^{best.lowest} to 2^{best.highest} the same is lost."
+    low, high = best.interval
+    chosen = f"2^{low}" if low == high else f"2^{low} to 2^{high}"
+    yield (
+        f"This is {best.sureness}: in {best.confidence:.0%} of the resampled traces it "
+        f"is among the best, and 90% of them choose {chosen}."
+    )
+    if best.largest_safe is None:
+        yield f"Every scale skips more than {percent(best.max_skipped)}% of the steps."
+    else:
+        yield (
+            f"The largest that skips at most {percent(best.max_skipped)}% of the "
+            f"steps is 2^{best.largest_safe}."
+        )
+
+
+def _of_policy(best: TunedPolicy, steps: int) -> Iterator[str]:
+    settings = ", ".join(
+        f"{key}={value_text(value)}" for key, value in best.settings.items()
+    )
+    if best.tried == 1:
+        yield f"{best.name}: no setting to try; name some with --try."
+    elif not settings:
+        yield f"{best.name}: keep it as it is; it loses {percent(best.loss)}%."
+    else:
+        yield (
+            f"{best.name}: best with {settings}; it loses {percent(best.loss)}%, "
+            f"and as given {percent(best.given_loss)}%."
+        )
+        yield _merit(best)
+    if best.tried > 1:
+        others = best.alike - 1  # the best is like itself
+        yield (
+            f"{best.tried} settings were tried; {others} of the others cannot be told "
+            "from the best."
+        )
+    if best.steps < steps:
+        yield f"Only the first {best.steps} of {steps} steps were used."
+
+
+def _merit(best: TunedPolicy) -> str:
+    low, high = best.gain_interval
+    gained = (
+        f"chosen on half of the trace and judged on the other, tuning gained "
+        f"{percent(best.gain)}% (90%: {percent(low)} to {percent(high)}%)."
+    )
+    if best.sureness == "unsure":
+        return f"It is not distinguishable from what was given: {gained}"
+    return f"That it is better is {best.sureness}: {gained}"

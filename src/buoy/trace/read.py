@@ -1,0 +1,242 @@
+"""Read a trace from a file: one JSON document or a line per step, gzip or not.
+
+The file is data and nothing else: nothing in it is executed, its size is limited, and
+whatever is wrong with it is said with its name.  `buoy.trace.write` has the format.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from buoy._core.errors import TraceError
+from buoy._core.trace import Histogram, Trace
+from buoy.trace.write import VERSION
+
+__all__ = ["MOST_BYTES", "read"]
+
+MOST_BYTES = 2**28  # unpacked: a few million steps
+_MOST_BINADES = 4096  # float64 spans 2098
+
+_SPECIAL = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """Read the trace in the file at `path`, or raise `TraceError`.
+
+    Example:
+        >>> read("no/such.trace.json")
+        Traceback (most recent call last):
+          ...
+        buoy._core.errors.TraceError: There is no trace 'no/such.trace.json'. ...
+    """
+    where = os.fspath(path)
+    text = _text(where, _bytes(where))
+    head, _, rest = text.partition("\n")
+    if rest.strip():
+        header = _parsed(head)
+        if isinstance(header, dict):
+            return _from_lines(where, header, rest)
+    document = _parsed(text)
+    if document is None:
+        message = (
+            f"The trace {where!r} is not JSON, or is damaged. "
+            "Read a file that `buoy.trace.write` has written."
+        )
+        raise TraceError(message)
+    _check_version(where, document)
+    return _from_document(where, document)
+
+
+def _bytes(where: str) -> bytes:
+    try:
+        with Path(where).open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            return _unpacked(where, file) if packed else file.read(MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        message = f"There is no trace {where!r}. Check the name and the folder."
+        raise TraceError(message) from error
+    except OSError as error:
+        reason = error.strerror or error
+        message = f"Cannot read the trace {where!r}: {reason}. Check the file."
+        raise TraceError(message) from error
+
+
+def _unpacked(where: str, file: IO[bytes]) -> bytes:
+    import gzip  # noqa: PLC0415 - slow to import
+    import zlib  # noqa: PLC0415
+
+    try:
+        with gzip.open(file) as unpacked:
+            return unpacked.read(MOST_BYTES + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        message = (
+            f"The compressed trace {where!r} is damaged: {error}. "
+            "Write or copy it again."
+        )
+        raise TraceError(message) from error
+
+
+def _text(where: str, data: bytes) -> str:
+    if len(data) > MOST_BYTES:
+        message = (
+            f"The trace {where!r} is larger than {MOST_BYTES >> 20} MiB. "
+            "Split it, or keep fewer histograms."
+        )
+        raise TraceError(message)
+    if not data.strip():
+        message = f"The trace {where!r} is empty. Record it again."
+        raise TraceError(message)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _foreign(where) from error
+
+
+def _parsed(text: str) -> Any:
+    """Return what the JSON says, or None where it is not JSON."""
+    import json  # noqa: PLC0415 - slow to import
+
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _foreign(where: str) -> TraceError:
+    return TraceError(
+        f"The file {where!r} is not a Buoy trace: it has no `buoy_trace` version. "
+        "Read a file that `buoy.trace.write` has written."
+    )
+
+
+def _check_version(where: str, document: Any) -> None:
+    version = document.get("buoy_trace") if isinstance(document, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise _foreign(where)
+    if not 1 <= version <= VERSION:
+        message = (
+            f"The trace {where!r} is of version {version}; this Buoy reads up to "
+            f"{VERSION}. Upgrade with `pip install -U buoy-scale`."
+        )
+        raise TraceError(message)
+
+
+def _from_document(where: str, document: dict[str, Any]) -> Trace:
+    loss = document.get("loss_log2")
+    weights = _list(where, document, "weight_histograms")
+    activations = _list(where, document, "activation_histograms")
+    return _checked(
+        where,
+        lambda: Trace(
+            amax_log2=_column(_list(where, document, "amax_log2")),
+            loss_log2=None if loss is None else _column(_sequence(loss)),
+            weight_histograms=[_histogram(h, h["start"]) for h in weights],
+            activation_histograms=[_histogram(h, h["start"]) for h in activations],
+            **_limits(document),
+        ),
+    )
+
+
+def _from_lines(where: str, header: dict[str, Any], rest: str) -> Trace:
+    _check_version(where, header)
+    lines = rest.split("\n")
+    if lines and _parsed(lines[-1]) is None:
+        lines.pop()  # the writer was killed within this line, or it is the last break
+    steps = [_line(where, number, line) for number, line in enumerate(lines, start=2)]
+
+    def histograms(kind: str) -> list[Histogram]:
+        return [
+            _histogram(line[kind], step)
+            for step, line in enumerate(steps)
+            if kind in line
+        ]
+
+    has_loss = bool(steps) and "loss_log2" in steps[0]
+    return _checked(
+        where,
+        lambda: Trace(
+            amax_log2=_column([line["amax_log2"] for line in steps]),
+            loss_log2=_column([line["loss_log2"] for line in steps])
+            if has_loss
+            else None,
+            weight_histograms=histograms("weight_histogram"),
+            activation_histograms=histograms("activation_histogram"),
+            **_limits(header),
+        ),
+    )
+
+
+def _line(where: str, number: int, text: str) -> dict[str, Any]:
+    line = _parsed(text)
+    if isinstance(line, dict):
+        return line
+    message = (
+        f"Line {number} of the trace {where!r} is damaged: {text[:40]!r}. "
+        "Remove it, or write the trace again."
+    )
+    raise TraceError(message)
+
+
+def _list(where: str, document: dict[str, Any], key: str) -> list[Any]:
+    value = document.get(key, [])
+    if isinstance(value, list):
+        return value
+    message = f"The trace {where!r} is damaged: `{key}` must be a list. Write it again."
+    raise TraceError(message)
+
+
+def _sequence(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    message = f"a list was expected, got {value!r:.40}"
+    raise TypeError(message)
+
+
+def _checked(where: str, build: Callable[[], Trace]) -> Trace:
+    try:
+        return build()
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        message = (
+            f"The trace {where!r} is damaged: {reason.rstrip('.')}. Write it again."
+        )
+        raise TraceError(message) from error
+
+
+def _limits(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: header[key] for key in ("max_log2", "zero_log2", "name") if key in header
+    }
+
+
+def _column(values: list[Any]) -> list[float]:
+    return [v if type(v) is float else _number(v) for v in values]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) and value in _SPECIAL:
+        return _SPECIAL[value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    message = f"a number was expected, got {value!r:.40}"
+    raise TypeError(message)
+
+
+def _histogram(value: Any, start: Any) -> Histogram:
+    low, counts = value["low"], value["counts"]
+    if type(start) is not int or type(low) is not int:
+        message = f"a histogram's start and low must be whole, got {start!r}, {low!r}"
+        raise TypeError(message)
+    if not isinstance(counts, list) or len(counts) > _MOST_BINADES:
+        message = f"a histogram must be a list of at most {_MOST_BINADES} counts"
+        raise ValueError(message)
+    return Histogram(start, low, tuple(map(_count, counts)))
+
+
+def _count(value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    message = f"a count was expected, got {value!r:.40}"
+    raise TypeError(message)
