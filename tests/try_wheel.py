@@ -61,7 +61,7 @@ def main() -> None:
             sys.exit(f"the wheel pulled in {sorted(extra)}")
         code = "import buoy; print(buoy.policy('torch').init().scale)"
         expect(run(python, "-c", code), 0, "65536.0")
-        expect(run(binaries / "buoy", "--help"), 1, "pip install 'buoy[cli]'")
+        expect(run(binaries / "buoy", "--help"), 1, 'pip install "buoy[cli]"')
     print("wheel: installs alone, works without any framework; 1 passed, 0 failed")
 
 

@@ -16,7 +16,7 @@ __all__ = ["app", "run"]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="buoy-scale", prog_name="buoy")
+@click.version_option(package_name="buoy", prog_name="buoy")
 def app() -> None:
     """Keep half-precision gradients afloat: loss scaling for mixed precision.
 

@@ -118,7 +118,7 @@ def _check_version(where: str, document: Any) -> None:
     if not 1 <= version <= VERSION:
         message = (
             f"The trace {where!r} is of version {version}; this Buoy reads up to "
-            f"{VERSION}. Upgrade with `pip install -U buoy-scale`."
+            f"{VERSION}. Upgrade with `pip install -U buoy`."
         )
         raise TraceError(message)
 
