@@ -5,7 +5,7 @@ from typing import Any
 
 from buoy._core.errors import PolicyError
 
-__all__ = ["boolean", "choice", "number", "ordered", "whole"]
+__all__ = ["boolean", "choice", "number", "ordered", "power_of_two", "whole"]
 
 
 def number(
@@ -71,6 +71,12 @@ def choice(policy: Any, field: str, accepted: tuple[str, ...]) -> None:
     """Refuse what is not one of the named choices."""
     if getattr(policy, field) not in accepted:
         _refuse(policy, field, "one of " + ", ".join(map(repr, accepted)))
+
+
+def power_of_two(policy: Any, field: str) -> None:
+    """Refuse a positive number that is no whole power of two."""
+    if math.frexp(getattr(policy, field))[0] != 0.5:
+        _refuse(policy, field, "a power of two")
 
 
 def ordered(policy: Any, lower: str, upper: str) -> None:

@@ -1,6 +1,365 @@
-"""Placeholder until the measured policy lands."""
+"""Place the loss scale from the measured size of the gradients and of the loss.
 
-from buoy._core.backoff import Backoff as Headroom
-from buoy._core.backoff import BackoffState as HeadroomState
+Every classic rule learns that the scale is too high by losing a step, and that
+it is too low not at all. This one looks: at the largest gradient of the steps
+before, at the share of gradients near the bottom of the format, and at the loss
+of the very step about to be scaled. Standard library only; the rule runs
+unchanged on floats, NumPy scalars, torch tensors and JAX tracers.
+
+Left out on purpose: rejecting outlier batches. A policy that never overflows
+applies them, so a spike guard is a part of its own.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from buoy._core.checks import number, ordered, power_of_two
+from buoy._core.ops import Ops, Precision, Scalar, ops_of
+from buoy._core.state import Seen
 
 __all__ = ["Headroom", "HeadroomState"]
+
+# Logarithms are held as whole numbers of 1/1024 binade, so that float32 and
+# double, fused or not, compute the same state: all stay below 2^24.
+UNIT = 1024.0
+UNSET = -(2.0**21)
+
+SAFETY = 0.75 * UNIT  # margin beyond the tallest spike remembered, and half its
+SPREAD = 2.0 * UNIT  # height again, up to this: what jumps may jump further
+BESIDE = 1.0 * UNIT  # margin above the last step, which may be the new level
+BEYOND = 2.0 * UNIT  # how far past the limit an overflow is taken to lie
+DEAREST = 2.0 * UNIT  # margin that is kept whatever it costs
+FAINTEST = -256.0 * UNIT  # level at which zero gradients stop lowering it
+FADE = UNIT / 64  # by so much a step
+WILD = 256.0  # a log2 beyond this, either way, was not measured
+RETREAT = 8.0  # binades down on overflow, up on zeros: one step low beats two lost
+FAST, SLOW = 32.0, 2000.0  # steps a binade without amax, before and after overflow
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """The configuration in whole units, derived once and not at each step."""
+
+    lowest: float
+    highest: float
+    limit: float
+    widest: float
+    freest: float
+    free_log2: float
+    cost_log2: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadroomState:
+    """What survives a step. All plain numbers; never validated (tracers)."""
+
+    scale: Scalar  # the multiplier of the next backward pass, 2^whole
+    planned: Scalar  # log2 of the scale before this step's loss was seen
+    envelope: Scalar  # level of log2 of the largest unscaled gradient
+    last: Scalar  # the same of the last step alone
+    loss_envelope: Scalar  # level of log2 |loss|
+    last_loss: Scalar  # log2 |loss| of the step `last` comes from
+    loss: Scalar  # log2 |loss| of this step, UNSET until foreseen
+    margin: Scalar  # learned: how far single steps stick out of the envelope
+    free: Scalar  # margin that costs no underflow
+    overflows: Scalar  # in a row
+    clean: Scalar  # finite steps since the scale moved; only without amax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """Keep the largest scaled gradient a learned margin below the maximum.
+
+    All in log2; a = largest unscaled gradient, l = |loss|, k = scale used::
+
+        before backward:
+            k = planned - floor(l - L)   if the loss is a binade above its level L
+        finite step:
+            L = max(min(l, last l), L released towards l)
+            a, last a: less what l, last l stick out above L (the loss says so)
+            E = max(min(a, last a), E released towards a)
+            margin = max(margin - a little, spike + 0.75 + min(spike / 2, 2))
+                with spike = last a - max(a, E)
+            underflow measured: free margin up while nothing is lost, else down;
+                learned margin down to 2 where it costs more than `cost_share`
+            planned = floor(max_log2 - max(E + max(margin, free), a + 1))
+        overflow:
+            planned = k - 8, and the first in a row counts as a = max_log2 - k + 2
+            with 1 more margin; the next finite step says whether it was a spike
+        all gradients zero:
+            planned = k + 8 while nothing is known, else E released
+
+    Two steps in a row move a level, one alone only the margin: a spike does not
+    push the scale down for long, and a lasting jump is followed at once.
+
+    Example:
+        >>> policy = Headroom()
+        >>> state = policy.foresee(policy.init(), 0.7)
+        >>> state.scale
+        256.0
+    """
+
+    init_scale: float = 2.0**8
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**64
+    max_log2: float = math.log2(65504.0)  # of the format's largest number
+    max_margin: float = 11.0  # binades, learned from spikes and overflows
+    free_margin: float = 8.0  # binades, while nothing underflows
+    free_share: float = 1e-6  # of gradients lost, still called nothing
+    cost_share: float = 1e-5  # of gradients lost, too dear for a margin
+    release_steps: float = 32.0  # for a level to close a gap by 1/e
+    constants: _Constants = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        number(self, "init_scale", above=0.0)
+        number(self, "min_scale", least=2.0**-100)
+        number(self, "max_scale", above=0.0, most=2.0**100)
+        ordered(self, "min_scale", "max_scale")
+        number(self, "init_scale", least=self.min_scale, most=self.max_scale)
+        for name in ("init_scale", "min_scale", "max_scale", "release_steps"):
+            power_of_two(self, name)
+        number(self, "max_log2", least=1.0, most=128.0)
+        number(self, "max_margin", least=2.0, most=64.0)
+        number(self, "free_margin", least=0.0, most=64.0)
+        number(self, "free_share", above=0.0, most=1.0)
+        number(self, "cost_share", above=0.0, most=1.0)
+        number(self, "release_steps", least=1.0, most=2.0**20)
+        object.__setattr__(self, "constants", self._derived())
+
+    def _derived(self) -> _Constants:
+        def units(x: float) -> float:
+            return float(math.floor(x * UNIT))
+
+        return _Constants(
+            lowest=math.log2(self.min_scale),
+            highest=math.log2(self.max_scale),
+            limit=units(self.max_log2),
+            widest=units(self.max_margin),
+            freest=units(self.free_margin),
+            # Seen is the share below 2^-20; a 32nd of it, evenly spread, is lost.
+            free_log2=units(math.log2(32 * self.free_share)),
+            cost_log2=units(math.log2(32 * self.cost_share)),
+        )
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The size of the gradients, how many are small, and the loss."""
+        return frozenset({"amax_log2", "underflow", "loss"})
+
+    @property
+    def precision(self) -> Precision:
+        """float32: every number is a whole one, below 2^24."""
+        return "float32"
+
+    def init(self) -> HeadroomState:
+        """Return the state before the first step."""
+        return HeadroomState(
+            scale=float(self.init_scale),
+            planned=math.log2(self.init_scale),
+            envelope=UNSET,
+            last=UNSET,
+            loss_envelope=UNSET,
+            last_loss=UNSET,
+            loss=UNSET,
+            margin=2 * UNIT,
+            free=0.0,
+            overflows=0.0,
+            clean=0.0,
+        )
+
+    def applies(self, seen: Seen) -> Scalar:
+        """Apply finite steps only."""
+        return seen.finite
+
+    def foresee(
+        self, state: HeadroomState, loss: Scalar, *, ops: Ops | None = None
+    ) -> HeadroomState:
+        """Lower the scale for this step by what its loss stands above its level."""
+        if ops is None:
+            ops = ops_of(loss, state.scale)
+        where, lowest = ops.where, self.constants.lowest
+        size, usable = _log2(where(loss < 0, -loss, loss), ops)
+        size = where(usable, size, UNSET)
+        size = where(
+            size > state.loss, size, state.loss
+        )  # the largest, if called again
+        jump = ops.floor((size - state.loss_envelope) / UNIT)
+        jump = where((state.loss_envelope > UNSET) & (jump > 0), jump, 0.0)
+        k = state.planned - jump
+        k = where(k < lowest, lowest, k)
+        return HeadroomState(
+            ops.exp2(k),
+            state.planned,
+            state.envelope,
+            state.last,
+            state.loss_envelope,
+            state.last_loss,
+            size,
+            state.margin,
+            state.free,
+            state.overflows,
+            state.clean,
+        )
+
+    def update(
+        self, state: HeadroomState, seen: Seen, *, ops: Ops | None = None
+    ) -> HeadroomState:
+        """Return the next state from what this step's gradients showed."""
+        if ops is None:
+            ops = ops_of(seen.finite, state.scale)
+        where, finite, amax = ops.where, seen.finite, seen.amax_log2
+        limit, widest = self.constants.limit, self.constants.widest
+        used = ops.floor(ops.log2(state.scale) + 0.5)
+        overflows = where(finite, 0.0, state.overflows + 1.0)
+        if amax is None:
+            return self._probe(state, used, overflows, ops)
+        measured = finite & (amax > -WILD) & (amax < WILD)
+        zero = finite & (amax < -WILD)
+        # Only the first overflow of a row teaches: a row of them may be NaN from
+        # the forward pass, which says nothing of the gradients.
+        known = state.envelope > UNSET
+        first = known & (overflows == 1.0)
+        size = ops.cast(where(measured, amax, 0.0), "float32")
+        size = ops.floor(size * UNIT) - used * UNIT
+        news, last, loss_level, level = self._levels(state, size, ops)
+        margin, free = self._learn(state.margin, news, last, level, ops), state.free
+        if seen.underflow is not None:
+            spare = limit - used * UNIT - level
+            margin, free = self._price(margin, free, spare, seen.underflow, ops)
+            free = where(measured, free, state.free)
+        margin = where(measured, margin, state.margin + where(first, UNIT, 0.0))
+        margin = where(margin < widest, margin, widest)
+        faint = zero & (state.envelope > FAINTEST)
+        level = where(measured, level, state.envelope - where(faint, FADE, 0.0))
+        top = level + where(margin > free, margin, free)
+        top = where(measured & (news + BESIDE > top), news + BESIDE, top)
+        k = ops.floor((limit - top) / UNIT)
+        k = where(known | measured, k, used + where(zero, RETREAT, 0.0))
+        k = self._bound(where(finite, k, used - RETREAT), ops)
+        beyond = where(first, limit - used * UNIT + BEYOND, state.last)
+        return HeadroomState(
+            ops.exp2(k),
+            k,
+            level,
+            where(measured, size, beyond),
+            where(measured, loss_level, state.loss_envelope),
+            where(measured | first, state.loss, state.last_loss),
+            state.loss * 0.0 + UNSET,
+            margin,
+            free,
+            overflows,
+            state.clean,
+        )
+
+    def _levels(
+        self, state: HeadroomState, size: Scalar, ops: Ops
+    ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        """Return this and the last gradient as news, and both levels after them.
+
+        What the loss announces is no news: the next time it is foreseen, too. So
+        a gradient counts less what its loss stood above the loss's level.
+        """
+        where, loss, last_loss = ops.where, state.loss, state.last_loss
+        both = where(loss < last_loss, loss, last_loss)
+        loss_level = self._follow(state.loss_envelope, loss, both, loss, ops)
+        loss_level = where(loss > UNSET, loss_level, state.loss_envelope)
+        news = size - where(loss > loss_level, loss - loss_level, 0.0)
+        last = state.last - where(last_loss > loss_level, last_loss - loss_level, 0.0)
+        both = where(news < last, news, last)
+        return (
+            news,
+            last,
+            loss_level,
+            self._follow(state.envelope, size, both, news, ops),
+        )
+
+    def _follow(
+        self, level: Scalar, now: Scalar, both: Scalar, start: Scalar, ops: Ops
+    ) -> Scalar:
+        """Rise at once to what two steps share; fall by a part of the gap."""
+        where = ops.where
+        gap = level - now
+        gap = where(gap > UNIT, where(gap < 16 * UNIT, gap, 16 * UNIT), UNIT)
+        fallen = level - ops.floor(gap / self.release_steps)
+        return where(level > UNSET, where(both > fallen, both, fallen), start)
+
+    def _learn(
+        self, margin: Scalar, news: Scalar, last: Scalar, level: Scalar, ops: Ops
+    ) -> Scalar:
+        """Hold the margin that the last step, sticking out alone, would have needed."""
+        where = ops.where
+        spike = last - where(news > level, news, level)
+        extra = ops.floor(spike / 2)
+        spike = spike + SAFETY + where(extra < SPREAD, extra, SPREAD)
+        margin = margin - 1.0 - ops.floor(margin / 4096.0)
+        margin = where(spike > margin, spike, margin)
+        return where(margin > UNIT, margin, UNIT)
+
+    def _price(
+        self, margin: Scalar, free: Scalar, spare: Scalar, underflow: Scalar, ops: Ops
+    ) -> tuple[Scalar, Scalar]:
+        """Widen the margin that costs nothing; cut the one that costs too much.
+
+        Near the bottom a binade of scale doubles what is lost, so the share that
+        is small says how many binades of the `spare` ones to keep.
+        """
+        where, c = ops.where, self.constants
+        share, some = _log2(underflow, ops)
+        spare = spare - where(some, share, UNSET)
+        up, down = free + 2 * UNIT, free - 4 * UNIT
+        wanted = spare + c.free_log2
+        wanted = where(wanted < up, where(wanted > down, wanted, down), up)
+        wanted = where(wanted < c.freest, wanted, c.freest)
+        wanted = where(wanted > 0.0, wanted, 0.0)
+        down = where(margin - 2 * UNIT > DEAREST, margin - 2 * UNIT, DEAREST)
+        dear = spare + c.cost_log2
+        dear = where(dear > down, dear, down)
+        known = underflow >= 0.0  # not measured is NaN
+        return where(known & (dear < margin), dear, margin), where(known, wanted, free)
+
+    def _probe(
+        self, state: HeadroomState, used: Scalar, overflows: Scalar, ops: Ops
+    ) -> HeadroomState:
+        """Grow and shrink blindly: the rule for front ends that measure no amax."""
+        where, limit = ops.where, self.constants.limit
+        finite = overflows == 0.0
+        patience = where(state.envelope > UNSET, SLOW, FAST)
+        clean = where(finite, state.clean + 1.0, 0.0)
+        grow = clean >= patience
+        back = ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
+        k = where(finite, state.planned + where(grow, 1.0, 0.0), used - back)
+        k = self._bound(k, ops)
+        _, _, loss_level, _ = self._levels(state, state.last, ops)
+        return HeadroomState(
+            scale=ops.exp2(k),
+            planned=k,
+            envelope=where(finite, state.envelope, limit - used * UNIT),
+            last=state.last,
+            loss_envelope=where(finite, loss_level, state.loss_envelope),
+            last_loss=where(finite, state.loss, state.last_loss),
+            loss=state.loss * 0.0 + UNSET,
+            margin=state.margin,
+            free=state.free,
+            overflows=overflows,
+            clean=where(grow, 0.0, clean),
+        )
+
+    def _bound(self, k: Scalar, ops: Ops) -> Scalar:
+        """Clamp an exponent between the least and the greatest scale."""
+        lowest, highest = self.constants.lowest, self.constants.highest
+        k = ops.where(k < highest, k, highest)
+        return ops.where(k > lowest, k, lowest)
+
+
+def _log2(x: Scalar, ops: Ops) -> tuple[Scalar, Scalar]:
+    """Return log2 of x in units, and whether x is positive and of sane size.
+
+    Linear within a binade, at most 0.09 too low: unlike the logarithm itself it
+    rounds alike everywhere, even where `floor(log2(x))` is off at a power of two.
+    """
+    where = ops.where
+    x = ops.cast(where(x < 1e38, x, 0.0), "float32")
+    sane = (x > 2.0**-100) & (x < 2.0**100)
+    x = where(sane, x, 1.0)
+    whole = ops.floor(ops.log2(x))
+    return whole * UNIT + ops.floor((x * ops.exp2(-whole) - 1.0) * UNIT), sane

@@ -1,0 +1,1 @@
+"""Headroom against torch's default, replayed over recorded gradients."""

@@ -1,0 +1,180 @@
+"""Replay Headroom and torch's default over recorded traces, and compare.
+
+A step overflows when log2 amax + log2 scale > log2 65504.  A gradient has underflowed
+when it is nonzero and |g| * scale < 2^-25, so that FP16 rounds it to zero; shares are
+of the nonzero gradients, averaged over all steps.  Histograms are per binade and block
+of steps: within a binade, mass is spread evenly in |g|.
+
+    python -m benchmarks.headroom.compare [tuning|held_out|fresh|all]
+"""
+
+import gzip
+import json
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import buoy
+from benchmarks.headroom import split
+from benchmarks.headroom.regimes import REGIMES, shifts
+from buoy._core.ops import PLAIN
+
+LIMIT = math.log2(65504.0)
+ZERO, SMALL, EVERY = -25.0, -20.0, 16
+TRACES = Path(__file__).parent / "traces"
+
+
+class Shares:
+    """Share of a block's nonzero gradients below 2^cut."""
+
+    def __init__(self, packed: dict[str, Any], block: int) -> None:
+        counts = np.array(packed["counts"], float)
+        for i in range(1, len(counts)):  # a block nobody sampled
+            if not counts[i].sum():
+                counts[i] = counts[i - 1]
+        self.low, self.block = packed["low"], block
+        total = np.cumsum(counts, 1) / counts.sum(1, keepdims=True)
+        self.below = np.pad(total, ((0, 0), (1, 0)))
+
+    def at(self, steps: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+        """Return the share of each step's gradients below its 2^cut."""
+        rows, whole = steps // self.block, np.floor(cuts)
+        last = self.below.shape[1] - 1
+        i = np.clip(whole - self.low, -1, last).astype(int)
+        part = np.where(i < 0, 0, np.exp2(cuts - whole) - 1)
+        low, high = np.clip(i, 0, None), np.clip(i + 1, 0, last)
+        below = self.below[rows, low]
+        return below + part * (self.below[rows, high] - below)
+
+
+@dataclass
+class Recorded:
+    """One recorded training."""
+
+    amax: np.ndarray
+    loss: np.ndarray
+    weights: Shares
+    activations: Shares
+
+
+@cache
+def load(name: str) -> Recorded:
+    """Read a trace from its file."""
+    raw = json.loads(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()))
+    return Recorded(
+        np.array(raw["amax_log2"]) / 64,
+        np.array(raw["loss_log2"]) / 64,
+        Shares(raw["weights"], raw["block"]),
+        Shares(raw["activations"], raw["block"]),
+    )
+
+
+def small_share(trace: Recorded, step: int, cut: float) -> float:
+    """Return what a survey sees: the small among the stored, nonzero gradients."""
+    gone, small = trace.weights.at(
+        np.array([step, step]), np.array([ZERO, SMALL]) - cut
+    )
+    return float((small - gone) / max(1 - gone, 1e-9))
+
+
+def run(policy: Any, trace: Recorded, shift: np.ndarray, loss: str) -> np.ndarray:
+    """Return skips per 1000 steps and the % of weight and activation gradients lost.
+
+    `loss` is "moves" (with the gradients), "blind" (as recorded) or "unseen".
+    """
+    sizes, looks = (trace.amax + shift).tolist(), "loss" in policy.wants
+    losses = np.exp2(trace.loss + (shift if loss == "moves" else 0)).tolist()
+    used, skips, state = np.zeros(len(sizes)), 0, policy.init()
+    for step, size in enumerate(sizes):
+        if looks and loss != "unseen":
+            state = policy.foresee(state, losses[step], ops=PLAIN)
+        k = used[step] = math.log2(state.scale)
+        finite = size + k <= LIMIT
+        skips += not finite
+        share = None
+        if looks and step % EVERY == 0:
+            share = small_share(trace, step, k + shift[step])
+        seen = buoy.Seen(finite, size + k if finite else math.inf, share)
+        state = policy.update(state, seen, ops=PLAIN)
+    steps, cuts = np.arange(len(sizes)), ZERO - used - shift
+    lost = [
+        shares.at(steps, cuts).mean() for shares in (trace.weights, trace.activations)
+    ]
+    return np.array([1000 * skips / len(sizes), *(100 * share for share in lost)])
+
+
+def grid(policy: Any, names: tuple[str, ...], loss: str, seed: int = 0) -> np.ndarray:
+    """Run everything: [trace, regime, (skips, weights, activations)]."""
+    return np.array(
+        [
+            [
+                run(
+                    policy,
+                    load(name),
+                    shifts(regime, name, len(load(name).amax), seed),
+                    loss,
+                )
+                for regime in REGIMES
+            ]
+            for name in names
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """How one grid compares with torch's."""
+
+    runs: int
+    runs_without_more_skips: int
+    regimes: int
+    regimes_without_more_skips: int
+    regimes_with_less_underflow: int  # of the weights
+    regimes_with_less_activation_underflow: int
+    runs_within_a_tenth: int  # weight underflow at most 0.1 percentage points more
+
+
+def judge(ours: np.ndarray, torch: np.ndarray) -> Criteria:
+    """Count where ours is no worse."""
+    more = ours - torch
+    mean = more.mean(0)
+    return Criteria(
+        runs=more[..., 0].size,
+        runs_without_more_skips=int((more[..., 0] <= 1e-9).sum()),
+        regimes=len(mean),
+        regimes_without_more_skips=int((mean[:, 0] <= 1e-9).sum()),
+        regimes_with_less_underflow=int((mean[:, 1] < 0).sum()),
+        regimes_with_less_activation_underflow=int((mean[:, 2] < 0).sum()),
+        runs_within_a_tenth=int((more[..., 1] <= 0.1).sum()),
+    )
+
+
+def main() -> None:
+    """Print the table and the counts."""
+    which = (sys.argv[1:] or ["all"])[0].upper()
+    names = getattr(split, which)
+    torch = grid(buoy.policy("torch"), names, "moves")
+    rows = {"torch": torch} | {
+        f"headroom, loss {loss}": grid(buoy.Headroom(), names, loss)
+        for loss in ("moves", "blind", "unseen")
+    }
+    print(f"{len(names)} traces ({which.lower()}), {len(REGIMES)} regimes; each cell:")
+    print("skipped per 1000 / % weight gradients lost / % activation gradients lost\n")
+    for i, regime in enumerate([*REGIMES, "mean"]):
+        print(regime)
+        for label, found in rows.items():
+            cell = found.mean(0)[i] if i < len(REGIMES) else found.mean((0, 1))
+            print(f"    {label:24} {cell[0]:7.2f} / {cell[1]:8.4f} / {cell[2]:6.2f}")
+    print()
+    for label, found in rows.items():
+        if label != "torch":
+            print(f"{label}: {judge(found, torch)}")
+
+
+if __name__ == "__main__":
+    main()

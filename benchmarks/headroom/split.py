@@ -1,0 +1,22 @@
+"""Which traces are for what, fixed by name.
+
+Settings were chosen on TUNING.  HELD_OUT was looked at once, before `max_margin` and
+`cost_share` took their present values; FRESH was recorded after that, from new tasks.
+"""
+
+TUNING = (
+    "mlp_classify", "mlp_regress_big", "field_1", "field_1e-3", "feature_grid",
+    "bandit", "gru_recall", "deep_narrow", "char_gpt", "autoencoder",
+    "skipgram", "gan", "convnet", "small_batch", "warm_lr", "deep_sigmoid",
+    "rnn_long", "grid_levels", "overfit", "experts", "gpt_deep",
+)  # fmt: skip
+HELD_OUT = (
+    "field_1e-5", "bce512", "contrastive", "deep_resmlp", "rnn_add",
+    "conv_denoise", "heavy_tail", "actor_critic", "sum_loss", "gpt_copy",
+    "gru_long", "sigmoid_ae", "memorize",
+)  # fmt: skip
+FRESH = (
+    "fresh_gpt", "fresh_gpt_wide", "fresh_quantile", "fresh_physics",
+    "fresh_field_1e-2", "fresh_conv", "fresh_rank", "fresh_gru",
+)  # fmt: skip
+ALL = TUNING + HELD_OUT + FRESH
