@@ -1,0 +1,1 @@
+"""Every figure in the documents, printed."""

@@ -87,25 +87,24 @@ def test_powers_of_two_are_exact(backend):
     assert math.isnan(float(ops.log2(module.lift(-1.0))))
 
 
-def test_the_rule_compiles_to_one_torch_graph():
-    """`torch.compile(fullgraph=True)` takes the whole update, and agrees."""
+@pytest.mark.parametrize("name", ["backoff", "hysteresis", "headroom", "lognormal"])
+def test_the_rule_compiles_to_one_torch_graph(name):
+    """`torch.compile(fullgraph=True)` takes the whole update as it is, and agrees."""
     torch = pytest.importorskip("torch")
-    from buoy._backends.torch import lift, ops
+    policy = POLICIES.get(name, buoy.LogNormal())
 
-    for policy in (POLICIES["backoff"], POLICIES["headroom"], POLICIES["hysteresis"]):
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(state, loss, seen):
+        return policy.update(policy.foresee(state, loss), seen)
 
-        @torch.compile(fullgraph=True, backend="eager")
-        def step(state, loss, seen, policy=policy):
-            state = policy.foresee(state, loss, ops=ops())
-            return policy.update(state, seen, ops=ops())
+    state, plain = buoy.lift(policy, policy.init(), "torch"), policy.init()
+    for event in histories(1, 40)[0]:
+        seen = seen_of(policy, event)
+        loss = torch.tensor(event[3])
+        state = step(state, loss, buoy.lift(policy, seen, "torch"))
+        plain = policy.update(policy.foresee(plain, event[3]), seen)
 
-        state, plain = map_state(lift, policy.init()), policy.init()
-        for event in histories(1, 40)[0]:
-            seen = seen_of(policy, event)
-            state = step(state, lift(event[3]), map_state(lift, seen))
-            plain = policy.update(policy.foresee(plain, event[3]), seen)
-
-            assert plain.scale == state.scale.item()
+        assert plain.scale == state.scale.item()
 
 
 def test_the_rule_runs_on_fake_tensors():
@@ -143,17 +142,53 @@ def test_scan_in_single_precision_agrees_without_x64():
                 assert state.scale == ran.scales[row, column]
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_states_pass_through_jit_as_they_are(name):
+    """`jax.jit` takes a plain state and a `Seen`: both are pytrees by themselves."""
+    jax = pytest.importorskip("jax")
+    policy = POLICIES[name]
+    event = (False, 3.0, 0.5, 1.0)
+    seen = seen_of(policy, event)
+    after = jax.jit(policy.update)(policy.init(), seen)
+
+    assert policy.update(policy.init(), seen).scale == float(after.scale)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("name", [*POLICIES, "chainer", "guided_diffusion", "metaseq"])
+def test_a_plain_state_meets_array_events(name, backend):
+    """A state of plain numbers goes on with another framework's flags, unprepared."""
+    module = pytest.importorskip(f"buoy._backends.{backend}")
+    policy = POLICIES.get(name) or buoy.policy(name)
+    if backend == "jax" and policy.precision == "float64":
+        with pytest.raises(buoy.PolicyError, match="jax_enable_x64"):
+            policy.update(policy.init(), buoy.Seen(finite=module.lift(True)))
+        return
+    state = plain = policy.init()
+    for finite in (False, True, True, False, True):
+        seen = seen_of(policy, (finite, 3.0, 0.5, 1.0))
+        state = policy.update(state, map_state(module.lift, seen))
+        plain = policy.update(plain, seen)
+
+        assert plain.scale == float(state.scale)
+
+
+def test_lifting_names_what_is_missing():
+    """A backend that is unknown or not installed is named, with what to install."""
+    policy = buoy.Backoff()
+
+    with pytest.raises(buoy.MissingBackendError, match="caffe.*numpy, torch, jax"):
+        buoy.lift(policy, policy.init(), "caffe")
+
+
 def test_the_rule_maps_over_a_batch_of_states():
     """`jax.vmap` runs many states at once."""
     jax = pytest.importorskip("jax")
-    from buoy._backends.jax import lift, ops, register
-
     policy = POLICIES["backoff"]
-    register(type(policy.init()))
-    register(buoy.Seen)
-    batch = map_state(lambda x: jax.numpy.full(4, lift(x)), policy.init())
+    one = buoy.lift(policy, policy.init(), "jax")
+    batch = map_state(lambda x: jax.numpy.full(4, x), one)
     seen = buoy.Seen(finite=jax.numpy.array([True, False, True, False]))
-    after = jax.vmap(lambda s, e: policy.update(s, e, ops=ops()))(batch, seen)
+    after = jax.vmap(policy.update)(batch, seen)
 
     assert [2.0**16, 2.0**15] * 2 == after.scale.tolist()
 
@@ -169,15 +204,15 @@ def test_float64_policies_say_what_jax_needs():
 
 def test_a_number_that_cannot_be_read_passes_through():
     """No update looks at a number: one whose every conversion raises comes through."""
-    ops = opaque_ops()
-    for policy in (*POLICIES.values(), buoy.LogNormal()):
-        state = map_state(Opaque, policy.init())
-        for event in histories(1, 30)[0]:
-            seen = map_state(Opaque, seen_of(policy, event))
-            state = policy.foresee(state, Opaque(event[3]), ops=ops)
-            state = policy.update(state, seen, ops=ops)
+    for ops in (None, opaque_ops()):
+        for policy in (*POLICIES.values(), buoy.LogNormal()):
+            state = map_state(Opaque, policy.init())
+            for event in histories(1, 30)[0]:
+                seen = map_state(Opaque, seen_of(policy, event))
+                state = policy.foresee(state, Opaque(event[3]), ops=ops)
+                state = policy.update(state, seen, ops=ops)
 
-        assert isinstance(state.scale, Opaque)
+            assert isinstance(state.scale, Opaque)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "lognormal"])

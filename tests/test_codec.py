@@ -37,6 +37,7 @@ def test_non_finite_numbers_survive_json():
     [
         ({"buoy": 99}, "version 99"),
         ({"buoy": None}, "version None"),
+        ({"buoy": True}, "version True"),
         ({"kind": "Exec"}, "Unknown kind 'Exec'"),
         ({"colour": 1}, "unknown \\['colour'\\]"),
         ({"growth_factor": 0.5}, "growth_factor"),
@@ -53,8 +54,14 @@ def test_what_cannot_be_read_is_refused_in_words(change, words):
 
 def test_missing_fields_and_foreign_values_are_refused():
     """A state without its scale, and what is no dict at all, are refused."""
-    with pytest.raises(buoy.StateVersionError, match="missing \\['clean_steps', 'sc"):
-        buoy.decode({"buoy": 1, "kind": "BackoffState"})
+    with pytest.raises(buoy.StateVersionError, match="missing \\['budget', 'cl"):
+        buoy.decode({"buoy": 1, "kind": "BackoffState", "scale": 1.0})
+    state = buoy.encode(buoy.Backoff().init())
+    for scale in (None, "nan", [1.0], True):
+        with pytest.raises(buoy.StateVersionError, match="`scale` must be a number"):
+            buoy.decode(state | {"scale": scale})
+    with pytest.raises(buoy.StateVersionError, match="quirks"):
+        buoy.decode(buoy.encode(buoy.Backoff()) | {"quirks": None})
     for foreign in (None, 3, [], {}, {"scale": 1.0}):
         with pytest.raises(buoy.StateVersionError, match="not a policy or state"):
             buoy.decode(foreign)
@@ -143,6 +150,44 @@ def test_keras_and_flax_states_are_read():
     )
     assert ("flax", 32.0, 7) == (flax.source, flax.state.scale, flax.state.clean_steps)
     assert 11 == flax.policy.growth_interval
+
+
+def test_torch_states_go_on_as_torch_does():
+    """Odd factors are multiplied as torch's kernel multiplies them."""
+    saved = {
+        "scale": 1000.0999755859375,
+        "growth_factor": 1.1,
+        "backoff_factor": 0.7,
+        "growth_interval": 1,
+        "_growth_tracker": 0,
+    }
+    found = buoy.import_state(saved)
+    peer = buoy.policy(
+        "torch", init_scale=1000.1, growth_factor=1.1, backoff_factor=0.7,
+        growth_interval=1,
+    )  # fmt: skip
+    ours, theirs = found.state, peer.init()
+    for finite in [True, True, False, True, False, True] * 5:
+        ours = found.policy.update(ours, buoy.Seen(finite=finite))
+        theirs = peer.update(theirs, buoy.Seen(finite=finite))
+
+        assert theirs.scale == ours.scale
+
+
+@pytest.mark.parametrize("change", [{"scale": "abc"}, {"_growth_tracker": None}])
+def test_saved_nonsense_is_refused_in_words(change):
+    """A value that is no number is a state error that shows it."""
+    saved = {
+        "scale": 8.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    with pytest.raises(buoy.StateVersionError, match="cannot be read"):
+        buoy.import_state(saved | change)
+    with pytest.raises(buoy.StateVersionError, match="cannot be read"):
+        buoy.import_state(saved, foo=3)
 
 
 def test_collapsed_and_unknown_states_are_refused():

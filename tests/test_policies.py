@@ -37,6 +37,14 @@ BAD = [
     (Backoff, "tolerance", 1.5),
     (Backoff, "tolerance", -0.1),
     (Backoff, "growth_step", 0.0),
+    (Backoff, "min_scale", 1e-50),
+    (Backoff, "max_scale", 1e300),
+    (Backoff, "growth_factor", 1 + 1e-12),
+    (Backoff, "backoff_factor", 1 - 1e-12),
+    (Backoff, "init_scale", 10**400),
+    (Backoff, "quirks", None),
+    (buoy.Headroom, "release_steps", "abc"),
+    (Static, "init_scale", 1e300),
     (Static, "init_scale", 0.0),
     (Static, "skip", 1),
     (LogNormal, "mean_decay", 1.0),
@@ -99,6 +107,29 @@ def run(policy, events):
         state = policy.update(state, Seen(finite=event == "1"))
         scales.append(state.scale)
     return scales
+
+
+def test_scale_and_power_together_are_refused():
+    """Two answers to one question are an error, not a guess."""
+    with pytest.raises(buoy.PolicyError, match="not both"):
+        Backoff(init_scale=8.0, init_scale_power=10)
+
+
+def test_metaseq_clamps_to_its_threshold_before_it_holds():
+    """Its threshold is a floor of its own; below `min_loss_scale` the scale stays."""
+    floor = buoy.policy("metaseq", threshold=5.0)
+    held = buoy.policy("metaseq", threshold=1.0, min_loss_scale=3.0)
+
+    assert 5.0 == floor.update(floor.init(), Seen(finite=False)).scale
+    assert 4.0 == held.update(held.init(), Seen(finite=False)).scale
+
+
+def test_a_peers_start_may_lie_outside_its_bounds():
+    """ColossalAI starts where it is told and clamps when it moves."""
+    policy = buoy.policy("colossalai", min_scale=1.0, max_scale=500.0, hysteresis=1)
+
+    assert 65536.0 == policy.init().scale
+    assert 32768.0 == policy.update(policy.init(), Seen(finite=False)).scale
 
 
 def test_hysteresis_means_what_each_refill_says():

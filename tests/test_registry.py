@@ -59,6 +59,43 @@ def test_bad_preset_parameters_are_policy_errors(preset):
                 buoy.policy(preset, **{name: bad})
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter", "value"),
+    [
+        ("deepspeed", "scale_window", 0),
+        ("jaxamp", "patience", -5),
+        ("chainer", "interval", -1),
+        ("tf", "multiplier", 0),
+        ("cerebras", "steps_per_increase", "x"),
+        ("mmcv", "mode", "statc"),
+        ("fairscale", "protocol", "typo"),
+        ("keras", "api", "typo"),
+        ("jmp", "jit", "no"),
+        ("tf_keras", "dynamic", "False"),
+        ("apex", "scale_factor", "abc"),
+        ("colossalai", "hysteresis", -1),
+        ("flax", "growth_interval", True),
+        ("guided_diffusion", "fp16_scale_growth", None),
+    ],
+)
+def test_preset_errors_speak_the_users_language(name, parameter, value):
+    """The parameter that was typed is named, with its value."""
+    with pytest.raises(buoy.PolicyError) as caught:
+        buoy.policy(name, **{parameter: value})
+
+    assert parameter in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_deepspeeds_whole_fp16_section_is_understood():
+    """A configuration's `fp16` section can be passed as it is."""
+    section = {"enabled": True, "loss_scale": 0, "loss_scale_window": 7}
+
+    assert 7 == buoy.policy("deepspeed", **section).growth_interval
+    assert 4.0 == buoy.policy("deepspeed", loss_scale=4.0).init().scale
+    assert 1.0 == buoy.policy("deepspeed", enabled=False).init().scale
+
+
 def test_policy_objects_pass_through():
     """Where a name is taken, an object is too; parameters beside it are refused."""
     policy = buoy.Static(init_scale=4.0)

@@ -121,9 +121,10 @@ def test_public_names_are_frozen():
 
 PUBLIC = """
 FORMATS Backoff BuoyError CallOrderError Format Headroom Histogram Imported LogNormal
-MissingBackendError NoScaling Policy PolicyError Quirks Replayed ScaleCollapsedError
-Seen StateVersionError Static Step Trace TraceError Tuned UnknownPolicyError Verdict
-decode encode import_state number_format oracle policies policy replay trace tune
+MissingBackendError NoScaling Ops Policy PolicyError Quirks Replayed
+ScaleCollapsedError Seen StateVersionError Static Step Trace TraceError Tuned
+UnknownPolicyError Verdict decode encode import_state lift number_format ops_of
+oracle policies policy register replay trace tune
 """.split()
 
 

@@ -216,7 +216,7 @@ def test_unknown_kinds_and_lengths_are_refused_with_what_there_is() -> None:
     """The message lists the kinds."""
     with pytest.raises(buoy.TraceError, match=r"'wobble'.*stationary.*jumps"):
         buoy.trace.synthetic("wobble")
-    with pytest.raises(buoy.TraceError, match="at least 1"):
+    with pytest.raises(buoy.TraceError, match="from 1 to"):
         buoy.trace.synthetic("noise", steps=0)
 
 

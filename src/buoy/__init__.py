@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from buoy import trace
+    from buoy._backends.lifting import lift
     from buoy._core.backoff import Backoff
-    from buoy._core.codec import decode, encode
+    from buoy._core.codec import decode, encode, register
     from buoy._core.errors import (
         BuoyError,
         CallOrderError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from buoy._core.headroom import Headroom
     from buoy._core.importers import Imported, import_state
     from buoy._core.lognormal import LogNormal
+    from buoy._core.ops import Ops, ops_of
     from buoy._core.policy import Policy
     from buoy._core.quirks import Quirks
     from buoy._core.registry import policies, policy
@@ -47,6 +49,7 @@ __all__ = [
     "LogNormal",
     "MissingBackendError",
     "NoScaling",
+    "Ops",
     "Policy",
     "PolicyError",
     "Quirks",
@@ -64,10 +67,13 @@ __all__ = [
     "decode",
     "encode",
     "import_state",
+    "lift",
     "number_format",
+    "ops_of",
     "oracle",
     "policies",
     "policy",
+    "register",
     "replay",
     "trace",
     "tune",
@@ -75,7 +81,8 @@ __all__ = [
 
 _HOMES = {
     "_core.backoff": "Backoff",
-    "_core.codec": "decode encode",
+    "_backends.lifting": "lift",
+    "_core.codec": "decode encode register",
     "_core.errors": (
         "BuoyError CallOrderError MissingBackendError PolicyError ScaleCollapsedError "
         "StateVersionError TraceError UnknownPolicyError"
@@ -84,6 +91,7 @@ _HOMES = {
     "_core.headroom": "Headroom",
     "_core.importers": "Imported import_state",
     "_core.lognormal": "LogNormal",
+    "_core.ops": "Ops ops_of",
     "_core.policy": "Policy",
     "_core.quirks": "Quirks",
     "_core.registry": "policies policy",

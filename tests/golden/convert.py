@@ -76,8 +76,6 @@ PRESET_OF = {
 # Here "stepped" was recorded as "the variable moved", which a scale of inf prevents.
 MOVED_IS_NOT_APPLIED = {"keras", "paddle", "tf_keras"}
 
-LOG2_E = single(1.0 / single(math.log(2.0)))
-
 
 def expand(pairs: list) -> list[float]:
     """Undo the run-length coding."""
@@ -132,12 +130,9 @@ def attempts(trace: dict) -> dict:
 
 
 def magnitudes(trace: dict) -> dict:
-    """Read LogMax's events: the largest gradient, whose float32 logarithm it took."""
+    """Read LogMax's events: the largest gradient."""
     sizes = [single(float(event)) for event in trace["events"]]
-    logs = [
-        single(single(math.log(size)) * LOG2_E) if 0 < size < math.inf else -math.inf
-        for size in sizes
-    ]
+    logs = [math.log2(size) if 0 < size < math.inf else -math.inf for size in sizes]
     seen = "".join("1" if math.isfinite(size) else "0" for size in sizes)
     logs = [value if math.isfinite(value) else "-inf" for value in logs]
     return {"seen": seen, "applied": trace["stepped"], "amax_log2": logs}

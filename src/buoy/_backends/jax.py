@@ -7,8 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from buoy._core.backoff import BackoffState
 from buoy._core.errors import PolicyError
+from buoy._core.headroom import HeadroomState
+from buoy._core.lognormal import LogNormalState
 from buoy._core.ops import Ops, Precision, Scalar
+from buoy._core.state import Seen
+from buoy._core.static import StaticState
 
 __all__ = ["lift", "ops", "register"]
 
@@ -25,6 +30,7 @@ class _Jax:
     @staticmethod
     def exp2(x: Scalar, /) -> Scalar:
         # Not jnp.exp2: it is exp(x * log 2) and misses nine of ten powers of two.
+        x = jnp.asarray(x)
         return jnp.power(jnp.asarray(2.0, x.dtype), x)
 
     @staticmethod
@@ -84,6 +90,10 @@ def register(kind: type[Any]) -> type[Any]:
     return jax.tree_util.register_dataclass(
         kind, data_fields=[field.name for field in fields(kind)], meta_fields=[]
     )
+
+
+for _kind in (BackoffState, HeadroomState, LogNormalState, StaticState, Seen):
+    register(_kind)
 
 
 def _need_x64() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from buoy._core.ops import Ops, Precision, Scalar
+from buoy._core.ops import Ops, Precision, Scalar, know
 
 __all__ = ["lift", "ops"]
 
@@ -32,6 +32,8 @@ class _NumPy:
 
 
 _NUMPY = _NumPy()
+for _kind in (np.bool_, np.int32, np.int64, np.float32, np.float64, np.ndarray):
+    know(_kind, _NUMPY)
 
 
 def ops() -> Ops:

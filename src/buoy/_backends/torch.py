@@ -5,26 +5,34 @@ torch is used where it exists and passes `kernel_works`; the plain operations be
 give the same bits without it and without float64.
 """
 
+import ctypes
 import math
-from functools import lru_cache
 
 import torch
 
-from buoy._core.ops import Ops, Precision, Scalar
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know
 
 __all__ = [
     "amax",
     "any_nonfinite",
     "check_and_multiply_",
     "check_and_multiply_plainly_",
+    "exact_norm",
+    "in_host_memory",
     "kernel_works",
     "lift",
-    "look_again",
+    "local",
     "multiply_",
+    "nonfinite",
     "norms",
     "ops",
+    "peek",
+    "read",
     "reciprocal",
+    "self_test",
     "small_share",
+    "sums",
+    "whole",
 ]
 
 Grads = list[torch.Tensor]
@@ -32,6 +40,7 @@ Grads = list[torch.Tensor]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDE = (torch.float32, torch.float64)
+_Float = ctypes.c_float
 
 
 class _Torch:
@@ -39,28 +48,37 @@ class _Torch:
     def where(condition: Scalar, if_true: Scalar, if_false: Scalar, /) -> Scalar:
         if not isinstance(condition, torch.Tensor):
             return if_true if condition else if_false
+        if isinstance(if_true, float) and isinstance(if_false, float):
+            if_true = _wide(if_true, condition.device)  # torch.where would take float32
         return torch.where(condition, if_true, if_false)
 
     @staticmethod
     def log2(x: Scalar, /) -> Scalar:
-        return torch.log2(x)
+        return torch.log2(x) if isinstance(x, torch.Tensor) else PLAIN.log2(x)
 
     @staticmethod
     def exp2(x: Scalar, /) -> Scalar:
-        return torch.pow(2.0, x)
+        return torch.pow(2.0, x) if isinstance(x, torch.Tensor) else PLAIN.exp2(x)
 
     @staticmethod
     def floor(x: Scalar, /) -> Scalar:
-        return torch.floor(x)
+        return torch.floor(x) if isinstance(x, torch.Tensor) else PLAIN.floor(x)
 
     @staticmethod
     def cast(x: Scalar, precision: Precision, /) -> Scalar:
         if not isinstance(x, torch.Tensor):
-            return torch.tensor(x, dtype=_DTYPES[precision])
+            return PLAIN.cast(x, precision)
         return x.to(_DTYPES[precision])
 
 
+def _wide(x: float, device: torch.device) -> torch.Tensor:
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.full((), x, dtype=dtype, device=device)
+
+
 _TORCH = _Torch()
+know(torch.Tensor, _TORCH)
+know(torch.nn.Parameter, _TORCH)
 
 
 def ops() -> Ops:
@@ -88,7 +106,7 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     that rounding twice changes nothing, so torch's own detour gives the same); other
     devices may approximate it, and MPS has no float64.
     """
-    if scale.device.type in ("cpu", "mps"):
+    if scale.is_cpu or scale.is_mps:
         return scale.reciprocal()
     return scale.double().reciprocal().float()
 
@@ -100,7 +118,9 @@ def check_and_multiply_(
 
     All gradients are of one dtype and device.
     """
-    if kernel_works(grads[0].device, grads[0].dtype):
+    if not torch.compiler.is_compiling() and kernel_works(
+        grads[0].device, grads[0].dtype
+    ):
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
     else:
         check_and_multiply_plainly_(grads, found, factor)
@@ -134,14 +154,6 @@ def any_nonfinite(grads: Grads) -> torch.Tensor:
     return torch.stack(flags).all().logical_not()
 
 
-@lru_cache(maxsize=64)
-def _tested(device: torch.device, dtype: torch.dtype) -> bool:
-    try:
-        return _self_test(device, dtype)
-    except (NotImplementedError, RuntimeError, AttributeError, TypeError):
-        return False
-
-
 def _self_test(device: torch.device, dtype: torch.dtype) -> bool:
     quarter = torch.full((), 0.25, device=device)
     for bad in (None, math.inf, -math.inf, math.nan):
@@ -156,25 +168,44 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+_PASSED: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
 def kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Send one known vector through torch's amp kernel, once per device and dtype.
 
     On MPS that kernel once zeroed half-precision gradients silently (pytorch#184286).
     """
+    passed = _PASSED.get((device, dtype))
+    if passed is None:
+        passed = _PASSED[device, dtype] = _try(device, dtype)
+    return passed
+
+
+def self_test(device: torch.device) -> None:
+    """Try the kernel with every dtype that gradients come in, before it is needed."""
+    for dtype in (*_WIDE, *_HALVES):
+        kernel_works(device, dtype)
+
+
+def _try(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in _WIDE and dtype not in _HALVES:
         return True  # let the kernel say itself what it does not take
-    if torch.compiler.is_compiling():
+    try:
+        return _self_test(device, dtype)
+    except (NotImplementedError, RuntimeError, AttributeError, TypeError):
         return False
-    return _tested(device, dtype)
 
 
 def norms(grads: Grads, order: float) -> Grads:
     """Take each gradient's norm, in float32 or wider."""
     dtype = torch.float32 if grads[0].dtype in _HALVES else None
-    if order == math.inf and grads[0].device.type == "cpu":
-        # `_foreach_norm(inf)` is ten times slower than `aminmax` on a CPU.
+    if order == math.inf and (grads[0].is_cpu or not all(g.numel() for g in grads)):
+        # On a CPU `_foreach_norm(inf)` is ten times slower than `aminmax`, and nowhere
+        # does it take tensors without elements.
         return [_largest(grad) for grad in grads]
-    return list(torch._foreach_norm(grads, order, dtype=dtype))
+    taken: tuple[torch.Tensor, ...] = torch._foreach_norm(grads, order, dtype=dtype)  # noqa: SLF001
+    return list(taken)
 
 
 def _largest(grad: torch.Tensor) -> torch.Tensor:
@@ -185,32 +216,75 @@ def _largest(grad: torch.Tensor) -> torch.Tensor:
 
 
 def amax(grads: Grads) -> torch.Tensor:
-    """Find the largest magnitude; inf and NaN win.  float32 []."""
-    return torch.stack(norms(grads, math.inf)).max().float()
+    """Find the largest magnitude on this rank; inf and NaN win.  float32 []."""
+    return torch.stack(norms([local(g) for g in grads], math.inf)).max().float()
 
 
-def look_again(grads: Grads, order: float, suspicious: torch.Tensor) -> torch.Tensor:
-    """Where suspicious, take the norm of a CPU's gradients in float64; else 0.
+def nonfinite(x: torch.Tensor) -> torch.Tensor:
+    """Tell whether each element is inf or NaN; three times quicker than `isfinite`."""
+    return (x - x) != 0
 
-    A sum of squares can overflow although every element is finite.  The flag decides
-    how many rows are copied, one or none, so that an unsuspicious look costs nothing
-    and nobody asks the flag for its value.
+
+def whole(number: torch.Tensor) -> torch.Tensor:
+    """Reduce a number over the ranks that share it (DTensor); a plain one stays."""
+    reduced: torch.Tensor = (
+        number.full_tensor() if hasattr(number, "full_tensor") else number
+    )
+    return reduced
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Take this rank's part of a DTensor; a plain tensor is its own part."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def peek(number: torch.Tensor) -> float:
+    """Look at a float32 of the CPU where it lies: the host's memory is no device.
+
+    Nothing is copied and nothing waits.  On any other device this would be wrong, and
+    under a compiler there is no memory yet; callers ask `in_host_memory` first.
     """
-    rows = torch.repeat_interleave(suspicious.reshape(1).long())
-    parts = [
-        torch.linalg.vector_norm(row_of(grad, rows), order, dtype=torch.float64)
-        for grad in grads
-    ]
-    return torch.linalg.vector_norm(torch.stack(parts), order)
+    return _Float.from_address(number.data_ptr()).value
 
 
-def row_of(grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Copy a gradient if `rows` is [0], nothing if it is empty."""
-    return grad.reshape(1, -1).index_select(0, rows)
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Say whether `peek` may look at it."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and not torch.compiler.is_compiling()
+    )
+
+
+def read(numbers: Grads) -> list[float]:
+    """Read 0-d tensors, all at once; of the CPU's without asking anybody."""
+    if not numbers:
+        return []
+    home = numbers[0].device
+    packed = torch.stack([n.detach().reshape(()).float().to(home) for n in numbers])
+    if not in_host_memory(packed):
+        values: list[float] = packed.tolist()
+        return values
+    return (_Float * packed.numel()).from_address(packed.data_ptr())[:]
+
+
+def exact_norm(grads: Grads, order: float) -> torch.Tensor:
+    """Take the norm of a CPU's gradients in float64, whose squares do not overflow."""
+    parts = [torch.linalg.vector_norm(g, order, dtype=torch.float64) for g in grads]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
+    return total
+
+
+def sums(grads: Grads) -> Grads:
+    """Sum each gradient up: the cheapest number that no inf or NaN leaves finite."""
+    return [grad.sum() for grad in grads]
 
 
 def small_share(grads: Grads, below: float = 2.0**-20) -> torch.Tensor:
-    """Tell which share of the nonzero gradients is smaller than `below`.  float32 []."""
-    small = torch.stack([((g != 0) & (g.abs() < below)).sum() for g in grads]).sum()
-    nonzero = torch.stack([(g != 0).sum() for g in grads]).sum()
-    return small.float() / nonzero.clamp(min=1).float()
+    """Tell which share of the nonzero gradients is below `below`.  float32 []."""
+    some = [((g != 0) & (g.abs() < below)).sum() for g in grads]
+    nonzero = [(g != 0).sum() for g in grads]
+    count = torch.stack(nonzero).sum().clamp(min=1)
+    return torch.div(torch.stack(some).sum().float(), count.float())

@@ -8,9 +8,10 @@ from dataclasses import InitVar, dataclass, field, replace
 from math import log2
 from typing import Literal
 
-from buoy._core.checks import choice, number, ordered, whole
+from buoy._core.checks import choice, instance, number, ordered, whole
 from buoy._core.errors import PolicyError, ScaleCollapsedError
-from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
+from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know_backends, ops_of, single
 from buoy._core.quirks import Quirks
 from buoy._core.state import Seen
 
@@ -19,7 +20,7 @@ __all__ = ["Backoff", "BackoffState"]
 Refill = Literal["growth", "clean", "change", "clean_or_change"]
 
 _REFILLS = ("growth", "clean", "change", "clean_or_change")
-_TINY = 2.0**-126  # smallest normal float32
+_ULP = 2.0**-23  # from 1 to the next float32
 _UNSCALABLE = 2.0**-128  # its reciprocal is inf in float32
 _NO_QUIRKS = Quirks()
 
@@ -124,18 +125,24 @@ class Backoff:
     def __post_init__(self, init_scale_power: float | None) -> None:
         if init_scale_power is not None:
             self._raise_to(init_scale_power)
-        number(self, "init_scale", above=0.0)
-        number(self, "growth_factor", above=1.0)
-        number(self, "backoff_factor", above=0.0, below=1.0)
+        instance(self, "quirks", Quirks)
+        if self.quirks.arithmetic == "double":
+            number(self, "init_scale", above=0.0)
+            number(self, "growth_factor", above=1.0)
+            number(self, "backoff_factor", above=0.0, below=1.0)
+        else:  # what float32 would round to 0, 1 or inf is refused
+            number(self, "init_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
+            number(self, "growth_factor", least=1.0 + _ULP, most=FLOAT32_MAX)
+            number(self, "backoff_factor", least=FLOAT32_TINY, most=1.0 - _ULP / 2)
         whole(self, "growth_interval", least=1)
-        number(self, "min_scale", above=0.0)
-        number(self, "max_scale", above=0.0)
+        number(self, "min_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
+        number(self, "max_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
         ordered(self, "min_scale", "max_scale")
         whole(self, "hysteresis", least=1)
         choice(self, "hysteresis_refill", _REFILLS)
         number(self, "tolerance", least=0.0, most=1.0)
         number(self, "growth_step", above=0.0, optional=True)
-        if self.quirks == _NO_QUIRKS:
+        if self.quirks is _NO_QUIRKS:  # a peer's start may lie outside its bounds
             number(self, "init_scale", least=self.min_scale, most=self.max_scale)
         object.__setattr__(self, "constants", self._rounded())
 
@@ -165,6 +172,12 @@ class Backoff:
         if isinstance(power, bool) or not isinstance(power, (int, float)):
             message = f"Backoff: `init_scale_power` must be a number, got {power!r}."
             raise PolicyError(message)
+        if self.init_scale not in (2.0**16, PLAIN.exp2(float(power))):
+            message = (
+                "Backoff: give `init_scale` or `init_scale_power`, not both, "
+                f"got {self.init_scale!r} and {power!r}."
+            )
+            raise PolicyError(message)
         object.__setattr__(self, "init_scale", PLAIN.exp2(float(power)))
 
     @property
@@ -180,6 +193,7 @@ class Backoff:
 
     def init(self) -> BackoffState:
         """Start at `init_scale`, with nothing counted."""
+        know_backends()
         quirks = self.quirks
         scale = PLAIN.cast(self.init_scale, self.precision)
         counts_share = self.tolerance > 0.0
@@ -227,6 +241,8 @@ class Backoff:
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
         start = state.scale if state.pending is None else state.pending
+        if ops is not PLAIN and self.precision == "float64":
+            start = ops.cast(start, "float64")
         counted = self._counted(state, seen.finite, ops)
         shrink, budget = counted.charged, state.budget
         if budget is not None:
@@ -330,7 +346,9 @@ class Backoff:
         else:
             down = self._over(scale, ops)
         if quirks.flush_subnormals:
-            down = where(down < _TINY, 0.0, down)
+            down = where(down < FLOAT32_TINY, 0.0, down)
+        if quirks.threshold is not None:
+            down = where(down < quirks.threshold, quirks.threshold, down)
         low = down < self.min_scale
         if quirks.floor_resolution:
             low = low & (scale - down > quirks.floor_resolution)

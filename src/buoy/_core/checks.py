@@ -5,7 +5,15 @@ from typing import Any
 
 from buoy._core.errors import PolicyError
 
-__all__ = ["boolean", "choice", "number", "ordered", "power_of_two", "whole"]
+__all__ = [
+    "boolean",
+    "choice",
+    "instance",
+    "number",
+    "ordered",
+    "power_of_two",
+    "whole",
+]
 
 
 def number(
@@ -17,7 +25,6 @@ def number(
     least: float = -math.inf,
     most: float = math.inf,
     optional: bool = False,
-    finite: bool = True,
 ) -> None:
     """Refuse what is not a real number within the given range.
 
@@ -27,15 +34,16 @@ def number(
     if optional and value is None:
         return
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, int) and real and abs(value) > 2**1000:
+        real = False  # no float holds it
     if (
         real
         and above < value < below
         and least <= value <= most
-        and (math.isfinite(value) or not finite)
+        and math.isfinite(value)
     ):
         return
-    kind = "a finite number" if finite else "a number"
-    accepted = [kind]
+    accepted = ["a finite number"]
     if above > -math.inf:
         accepted.append(f"greater than {above:g}")
     if least > -math.inf:
@@ -61,6 +69,12 @@ def whole(policy: Any, field: str, *, least: int) -> None:
     _refuse(policy, field, f"a whole number of at least {least}")
 
 
+def instance(policy: Any, field: str, kind: type[Any]) -> None:
+    """Refuse what is not of the class."""
+    if not isinstance(getattr(policy, field), kind):
+        _refuse(policy, field, f"a {kind.__name__}")
+
+
 def boolean(policy: Any, field: str) -> None:
     """Refuse what is neither True nor False."""
     if not isinstance(getattr(policy, field), bool):
@@ -75,6 +89,7 @@ def choice(policy: Any, field: str, accepted: tuple[str, ...]) -> None:
 
 def power_of_two(policy: Any, field: str) -> None:
     """Refuse a positive number that is no whole power of two."""
+    number(policy, field, above=0.0)
     if math.frexp(getattr(policy, field))[0] != 0.5:
         _refuse(policy, field, "a power of two")
 

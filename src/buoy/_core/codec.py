@@ -5,7 +5,7 @@ an unknown version, class or field is an error, never a guess, and nothing is ex
 """
 
 import math
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +25,17 @@ _KINDS: dict[str, type[Any]] = {}
 
 
 def register(kind: type[Any]) -> type[Any]:
-    """Let a policy or state class be read back by its name; usable as a decorator."""
+    """Let a policy or state class be read back by its name; usable as a decorator.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @register
+        ... @dataclass(frozen=True)
+        ... class TideState:
+        ...     scale: float
+        >>> decode(encode(TideState(2.0)))
+        TideState(scale=2.0)
+    """
     if not is_dataclass(kind):
         message = f"Only dataclasses can be registered, got {kind!r}."
         raise StateVersionError(message)
@@ -73,7 +83,7 @@ def decode(saved: Any) -> Any:
             "For another scaler's state use `buoy.import_state`."
         )
         raise StateVersionError(message)
-    if saved["buoy"] != VERSION:
+    if type(saved["buoy"]) is not int or saved["buoy"] != VERSION:
         message = (
             f"Saved by version {saved['buoy']!r} of the format; this Buoy reads "
             f"version {VERSION}. Install the Buoy that wrote it, or a newer one."
@@ -110,18 +120,13 @@ def _decode(saved: dict[str, Any]) -> Any:
     if kind is None:
         message = (
             f"Unknown kind {saved.get('kind')!r}. Known: {', '.join(sorted(_KINDS))}. "
-            "A third party's class must be imported, and registered, before it is read."
+            "A third party's class is read after `buoy.register(ItsClass)`."
         )
         raise StateVersionError(message)
     expected = {field.name: field for field in fields(kind) if field.init}
     given = {name: value for name, value in saved.items() if name != "kind"}
     unknown = sorted(set(given) - set(expected))
-    missing = sorted(
-        name
-        for name in set(expected) - set(given)
-        if expected[name].default is MISSING
-        and expected[name].default_factory is MISSING
-    )
+    missing = sorted(set(expected) - set(given))
     if unknown or missing:
         message = (
             f"{kind.__name__} was saved with other fields: "
@@ -132,11 +137,15 @@ def _decode(saved: dict[str, Any]) -> Any:
     values = {name: _value(kind, name, value) for name, value in given.items()}
     try:
         return kind(**values)
-    except BuoyError as error:
+    except (BuoyError, TypeError, ValueError, AttributeError) as error:
         raise StateVersionError(f"Saved {kind.__name__}: {error}") from error
 
 
 def _value(kind: type[Any], name: str, value: Any) -> Any:
+    if name == "scale" and (isinstance(value, bool) or not _is_number(value)):
+        raise StateVersionError(
+            f"{kind.__name__}: `scale` must be a number, got {value!r}."
+        )
     if isinstance(value, dict):
         return _decode(value)
     if isinstance(value, list):
@@ -149,7 +158,15 @@ def _value(kind: type[Any], name: str, value: Any) -> Any:
     raise StateVersionError(message)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or value in ("inf", "-inf")
+
+
 @lru_cache(maxsize=128)
 def _words(kind: type[Any]) -> frozenset[str]:
-    """Name the fields that hold words, which are those whose default is one."""
-    return frozenset(f.name for f in fields(kind) if isinstance(f.default, str))
+    """Name the fields that may hold words, by their annotation or default."""
+    return frozenset(
+        f.name
+        for f in fields(kind)
+        if isinstance(f.default, str) or "str" in str(f.type) or "Lit" in str(f.type)
+    )

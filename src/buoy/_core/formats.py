@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from math import log2
+from typing import Any
 
 from buoy._core.errors import PolicyError
 
-__all__ = ["FORMATS", "Format", "number_format"]
+__all__ = ["FLOAT32_MAX", "FLOAT32_TINY", "FORMATS", "Format", "number_format"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,11 @@ def _exponent(x: float) -> int:
     return int(x.hex().partition("p")[2])
 
 
+FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
+FLOAT32_TINY = 2.0**-126
+
 _ROWS = (
-    Format("fp32", 8, 23, 127, float.fromhex("0x1.fffffep+127"), True, "IEEE single"),
+    Format("fp32", 8, 23, 127, FLOAT32_MAX, True, "IEEE single"),
     Format("fp16", 5, 10, 15, 65504.0, True, "IEEE half"),
     Format("bf16", 8, 7, 127, float.fromhex("0x1.fep+127"), True, "float32's range"),
     Format("fp8_e4m3fn", 4, 3, 7, 448.0, False, "FP8 for weights: no inf, one NaN"),
@@ -95,7 +99,7 @@ _OTHER_NAMES = {
 }
 
 
-def number_format(name: str | Format) -> Format:
+def number_format(name: Any) -> Format:
     """Find a format by our name or the frameworks' dtype name.
 
     Example:
@@ -104,6 +108,9 @@ def number_format(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
+    if not isinstance(name, str):
+        message = f"A number format is named by a string, got {name!r}."
+        raise PolicyError(message)
     key = name.rpartition(".")[2].lower()
     key = _OTHER_NAMES.get(key, key)
     if key not in FORMATS:

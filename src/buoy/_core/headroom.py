@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 
 from buoy._core.checks import number, ordered, power_of_two
-from buoy._core.ops import Ops, Precision, Scalar, ops_of
+from buoy._core.ops import Ops, Precision, Scalar, know_backends, ops_of
 from buoy._core.state import Seen
 
 __all__ = ["Headroom", "HeadroomState"]
@@ -152,7 +152,8 @@ class Headroom:
         return "float32"
 
     def init(self) -> HeadroomState:
-        """Return the state before the first step."""
+        """Start at `init_scale`, knowing nothing."""
+        know_backends()
         return HeadroomState(
             scale=float(self.init_scale),
             planned=math.log2(self.init_scale),

@@ -12,7 +12,9 @@ from typing import Any
 
 from buoy._core.backoff import Backoff, BackoffState
 from buoy._core.errors import StateVersionError
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.policy import Policy
+from buoy._core.quirks import Quirks
 from buoy._core.registry import policy as make_policy
 
 __all__ = ["SOURCES", "Imported", "import_state"]
@@ -70,7 +72,13 @@ def import_state(
             "numbers to the preset by hand."
         )
         raise StateVersionError(message)
-    return row.read(values, parameters)
+    try:
+        return row.read(values, parameters)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, StateVersionError):
+            raise
+        message = f"This {name} state cannot be read: {error} It held {values!r}."
+        raise StateVersionError(message) from error
 
 
 def _values(saved: Any, loss_id: int) -> dict[str, Any]:
@@ -82,9 +90,9 @@ def _values(saved: Any, loss_id: int) -> dict[str, Any]:
                 "`scaler.state_dict()` returned."
             )
             raise StateVersionError(message)
-    nested = saved.get(f"loss_scaler{loss_id}")
-    if isinstance(nested, Mapping):
-        saved = nested
+    for key in (f"loss_scaler{loss_id}", "loss_scaler"):
+        if key in saved:  # apex keeps one a loss; ZeRO its scaler beside other things
+            return _values(saved[key], loss_id)
     return {str(name): _number(value) for name, value in saved.items()}
 
 
@@ -144,6 +152,8 @@ def _torch(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
         growth_factor=float(saved["growth_factor"]),
         backoff_factor=float(saved["backoff_factor"]),
         growth_interval=int(saved["growth_interval"]),
+        max_scale=FLOAT32_MAX,
+        quirks=Quirks(arithmetic="wide"),
         **parameters,
     )
     return _resumed(
@@ -172,6 +182,11 @@ def _deepspeed(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
         "raise_error_at_min_scale"
     ).split()
     given = {name: saved[name] for name in names if name in saved} | parameters
+    if saved["scale_factor"] != 2:
+        message = f"its scale factor is 2, not {saved['scale_factor']!r}."
+        raise StateVersionError(
+            f"This is not a DeepSpeed state that we know: {message}"
+        )
     if "cur_hysteresis" not in saved:
         given.setdefault("optimizer", "FP16_Optimizer")
     policy = make_policy("deepspeed", **given)

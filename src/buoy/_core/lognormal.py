@@ -6,13 +6,15 @@ which the preset `openseq2seq_logmax` keeps and the defaults here do not.
 """
 
 from dataclasses import dataclass, field
+from math import log
 
 from buoy._core.checks import boolean, number, ordered
-from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know_backends, ops_of, single
 from buoy._core.state import Seen
 
 __all__ = ["LogNormal", "LogNormalState"]
 
+_LOG2_E = single(1.0 / single(log(2.0)))
 _CUBIC = tuple(  # 2^r - 1 for |r| <= 1/64, highest power first
     float.fromhex(c)
     for c in ("0x1.c6af84b912394p-5", "0x1.ebfce50fac4f3p-3", "0x1.62e42ff0c52d6p-1")
@@ -111,6 +113,7 @@ class LogNormal:
 
     def init(self) -> LogNormalState:
         """Start at `init_scale`, knowing nothing."""
+        know_backends()
         return LogNormalState(
             scale=single(self.init_scale),
             mean=0.0,
@@ -175,9 +178,8 @@ class LogNormal:
             return ops.where(seen.finite, False, True), implied
         amax = ops.cast(seen.amax_log2, "float64") - log2_scale
         if not self.skip_zero:
-            return ops.where(seen.finite, True, True), ops.where(
-                seen.finite, _round(ops, amax), implied
-            )
+            amax = ops.where(seen.finite, _published_log2(ops, amax), implied)
+            return ops.where(seen.finite, True, True), amax
         told = (amax > -1e4) & (amax < 1e4)
         amax = ops.where(told, amax, 0.0)
         amax = ops.where(seen.finite, _round(ops, amax), implied)
@@ -209,6 +211,12 @@ def _round(ops: Ops, x: Scalar) -> Scalar:
 
 def _times(ops: Ops, x: Scalar, y: Scalar) -> Scalar:
     return _round(ops, x * y)
+
+
+def _published_log2(ops: Ops, amax_log2: Scalar) -> Scalar:
+    """Take the logarithm as published: float32 ln, times float32 log2 e."""
+    amax = _round(ops, ops.exp2(amax_log2))
+    return _times(ops, _round(ops, ops.log2(amax) * log(2.0)), _LOG2_E)
 
 
 def _exp2(ops: Ops, x: Scalar) -> Scalar:

@@ -8,11 +8,20 @@ torch had not been imported, there could be no tensor to find.
 
 import math
 import struct
-from functools import lru_cache
+import sys
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
-__all__ = ["PLAIN", "Ops", "Precision", "Scalar", "ops_of", "single"]
+__all__ = [
+    "PLAIN",
+    "Ops",
+    "Precision",
+    "Scalar",
+    "know",
+    "know_backends",
+    "ops_of",
+    "single",
+]
 
 Scalar = Any  # float, int, bool, NumPy scalar, 0-d torch.Tensor, traced jax.Array
 Precision = Literal["float32", "float64"]
@@ -77,7 +86,7 @@ class _Plain:
 
     @staticmethod
     def floor(x: Scalar, /) -> Scalar:
-        return float(math.floor(x)) if math.isfinite(x) else x
+        return x // 1.0 if -math.inf < x < math.inf else x
 
     @staticmethod
     def cast(x: Scalar, precision: Precision, /) -> Scalar:
@@ -87,29 +96,46 @@ class _Plain:
 PLAIN: Ops = _Plain()
 
 _BACKEND_OF = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_KNOWN: dict[Any, Ops] = {float: PLAIN, int: PLAIN, bool: PLAIN, type(None): PLAIN}
+_LOOKED_FOR: set[str] = set()
 
 
 def ops_of(*values: Scalar) -> Ops:
     """Find the functions for these numbers: the first that is not plain decides.
+
+    A type of your own may bring its functions as `__buoy_ops__`.
 
     Example:
         >>> ops_of(1.0, True) is PLAIN
         True
     """
     for value in values:
-        ops = _ops_of_type(type(value))  # type: ignore[arg-type]
+        ops = _KNOWN.get(type(value))
+        if ops is None:
+            ops = _learn(type(value))
         if ops is not PLAIN:
             return ops
     return PLAIN
 
 
-@lru_cache(maxsize=64)
-def _ops_of_type(kind: "type[Any]") -> Ops:
-    if kind in (float, int, bool, type(None)):
-        return PLAIN
+def know(kind: type[Any], ops: Ops) -> None:
+    """Remember whose functions a type takes, so that a compiler need not look."""
+    _KNOWN[kind] = ops
+
+
+def know_backends() -> None:
+    """Meet the frameworks that are imported already, before anything is traced."""
+    for name in ("numpy", "torch", "jax"):
+        if name in sys.modules and name not in _LOOKED_FOR:
+            _LOOKED_FOR.add(name)
+            import_module(f"buoy._backends.{name}")
+
+
+def _learn(kind: type[Any]) -> Ops:
+    found: Ops | None = getattr(kind, "__buoy_ops__", None)
     for base in kind.__mro__:
         name = _BACKEND_OF.get(base.__module__.partition(".")[0])
-        if name:
-            found: Ops = import_module(f"buoy._backends.{name}").ops()
-            return found
-    return PLAIN
+        if name and found is None:
+            found = import_module(f"buoy._backends.{name}").ops()
+    know(kind, PLAIN if found is None else found)
+    return _KNOWN[kind]

@@ -36,6 +36,7 @@ class Quirks:
     # once there or beyond (so the last one may cross); or have no bound.
     at_min: Bound = "clamp"
     at_max: Bound = "clamp"
+    threshold: float | None = None  # a floor of its own, before all of these
     clamp_always: bool = False  # also where the scale did not move
     floor_resolution: float = 0.0  # smaller moves escape the floor
 
@@ -63,6 +64,7 @@ class Quirks:
         for field in ("backoff_divisor", "warm_growth_factor"):
             number(self, field, above=1.0, optional=True)
         number(self, "stop_scale", above=0.0, optional=True)
+        number(self, "threshold", above=0.0, optional=True)
         number(self, "floor_resolution", least=0.0)
         whole(self, "growth_delay", least=0)
         whole(self, "stop_after", least=0)

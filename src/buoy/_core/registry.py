@@ -6,8 +6,8 @@ them is imported before its name is asked for, and built-in names cannot be take
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, InitVar, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from buoy._core.backoff import Backoff
@@ -16,6 +16,7 @@ from buoy._core.headroom import Headroom
 from buoy._core.lognormal import LogNormal
 from buoy._core.policy import Policy
 from buoy._core.presets import PRESETS
+from buoy._core.presets.table import check
 from buoy._core.static import NoScaling, Static
 
 if TYPE_CHECKING:
@@ -127,14 +128,17 @@ def _origin(point: "EntryPoint") -> str:
 
 
 def _unknown(name: str) -> UnknownPolicyError:
+    names = policies()
+    return UnknownPolicyError(
+        f"No policy named {name!r}.{_guess(name, names)} Installed: {', '.join(names)}."
+    )
+
+
+def _guess(word: str, words: Iterable[str]) -> str:
     import difflib  # noqa: PLC0415 - needed only to be helpful
 
-    names = policies()
-    close = difflib.get_close_matches(name.lower(), names, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return UnknownPolicyError(
-        f"No policy named {name!r}.{guess} Installed: {', '.join(names)}."
-    )
+    close = difflib.get_close_matches(word.lower(), list(words), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _passed(given: Any, parameters: dict[str, Any]) -> Policy:
@@ -156,29 +160,30 @@ def _passed(given: Any, parameters: dict[str, Any]) -> Policy:
 def _built(
     name: str, build: Callable[..., Policy], parameters: dict[str, Any]
 ) -> Policy:
-    signature = inspect.signature(build)
-    known = signature.parameters.values()
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in known)
+    known = inspect.signature(build).parameters
     for given in parameters:
-        if not takes_more and given not in signature.parameters:
-            accepted = ", ".join(p.name for p in known) or "none"
-            message = f"{name}: no parameter `{given}`. It takes: {accepted}."
-            raise PolicyError(message)
+        if given not in known and _closed(known.values()):
+            close = _guess(given, known)
+            message = f"{name}: no parameter `{given}`.{close} It takes: "
+            raise PolicyError(message + (", ".join(known) or "none") + ".")
+    if name in PRESETS and build is PRESETS[name].build:
+        check(PRESETS[name], parameters)
     try:
         return build(**parameters)
-    except PolicyError:
-        raise
-    except (TypeError, ValueError, ArithmeticError) as error:
-        message = f"{name}: cannot be made of {parameters!r}: {error}."
-        raise PolicyError(message) from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, PolicyError) and name not in PRESETS:
+            raise
+        asked = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        raise PolicyError(f"{name}({asked}): {error}") from error
+
+
+def _closed(known: Iterable[inspect.Parameter]) -> bool:
+    return all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known)
 
 
 def _defaults(cls: type[Any]) -> dict[str, Any]:
-    found = {}
-    for field in fields(cls):
-        if field.default is not MISSING and not isinstance(field.type, InitVar):
-            found[field.name] = field.default
-    return found
+    known = inspect.signature(cls).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in known}
 
 
 def _summary(cls: type[Any]) -> str:

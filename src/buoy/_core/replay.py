@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from buoy._core.best import Best
+from buoy._core.ops import PLAIN
 from buoy._core.policy import Policy
 from buoy._core.registry import policy as make
-from buoy._core.trace import Histogram, Trace
+from buoy._core.trace import Histogram, Trace, is_trace
 from buoy._core.walk import Walk, walk
 
 __all__ = ["Replayed", "oracle", "replay"]
@@ -57,7 +58,7 @@ class Replayed:
     @property
     def mean_scale(self) -> float:
         """Geometric mean of the scale over the steps."""
-        return _exp2(self.mean_scale_log2)
+        return float(PLAIN.exp2(self.mean_scale_log2))
 
     @property
     def skips(self) -> Sequence[int]:
@@ -84,7 +85,7 @@ def replay(
         torch 1 2.33
         Static 0 5.33
     """
-    judge = _Judge(trace)
+    judge = _Judge(is_trace(trace))
     return tuple(
         judge.judged(name, chosen, walk(chosen, trace))
         for name, chosen in _named(policies)
@@ -102,7 +103,7 @@ def oracle(trace: Trace) -> Replayed:
         >>> [exponent for _, _, exponent in best.scales()]
         [17.0, 12.0, 17.0]
     """
-    judge = _Judge(trace)
+    judge = _Judge(is_trace(trace))
     starts, exponents, lost = array("q"), array("d"), array("q")
     fits = judge.best.exponents
     best = next((best for best in fits if best is not None), 0)
@@ -119,8 +120,8 @@ def oracle(trace: Trace) -> Replayed:
         exponents=exponents,
         overflows=lost,
         skipped=lost,
-        first_scale=_exp2(exponents[0]),
-        final_scale=_exp2(exponents[-1]),
+        first_scale=PLAIN.exp2(exponents[0]),
+        final_scale=PLAIN.exp2(exponents[-1]),
     )
     return judge.judged("oracle", None, went)
 
@@ -210,13 +211,6 @@ def _at_cuts(
     for cut in cuts:
         held.append(by_start.get(cut, held[-1]))
     return held
-
-
-def _exp2(exponent: float) -> float:
-    try:
-        return float(2.0**exponent)
-    except OverflowError:
-        return math.inf
 
 
 def _mean_log2(went: Walk) -> float:

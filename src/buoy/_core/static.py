@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from buoy._core.checks import boolean, number
-from buoy._core.ops import Ops, Precision, Scalar
+from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
+from buoy._core.ops import Ops, Precision, Scalar, know_backends
 from buoy._core.state import Seen
 
 __all__ = ["NoScaling", "Static", "StaticState"]
@@ -33,7 +34,7 @@ class Static:
     skip: bool = True  # False applies whatever comes, as apex and Keras 2 do
 
     def __post_init__(self) -> None:
-        number(self, "init_scale", above=0.0)
+        number(self, "init_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
         boolean(self, "skip")
 
     @property
@@ -48,6 +49,7 @@ class Static:
 
     def init(self) -> StaticState:
         """Start at the scale that will stay."""
+        know_backends()
         return StaticState(scale=float(self.init_scale))
 
     def foresee(
@@ -92,6 +94,7 @@ class NoScaling:
 
     def init(self) -> StaticState:
         """Start at 1 and stay there."""
+        know_backends()
         return StaticState(scale=1.0)
 
     def foresee(

@@ -12,9 +12,17 @@ from itertools import accumulate, pairwise
 
 from buoy._core.errors import TraceError
 
-__all__ = ["FP16_MAX_LOG2", "FP16_ZERO_LOG2", "SMALL_LOG2", "Histogram", "Trace"]
+__all__ = [
+    "FP16_MAX_LOG2",
+    "FP16_ZERO_LOG2",
+    "SMALL_LOG2",
+    "Histogram",
+    "Trace",
+    "is_trace",
+]
 
 FP16_MAX_LOG2 = math.log2(65504.0)
+_WILD = 1e4  # binades: beyond every format
 FP16_ZERO_LOG2 = -25.0  # half the smallest subnormal: what is below rounds to zero
 SMALL_LOG2 = -20.0  # below this, `Seen.underflow` counts a scaled gradient as small
 
@@ -39,6 +47,12 @@ class Histogram:
     _shares: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if type(self.start) is not int or type(self.low) is not int:
+            message = (
+                "A histogram's `start` and `low` must be whole numbers, "
+                f"got {self.start!r} and {self.low!r}."
+            )
+            raise TraceError(message)
         counts = tuple(self.counts)
         total = math.fsum(counts)
         if not all(c >= 0 for c in counts) or not 0 < total < math.inf:
@@ -96,6 +110,14 @@ class Trace:
             self._check_length(self.loss_log2)
         for limit in ("max_log2", "zero_log2"):
             self._check_limit(limit)
+        if not self.zero_log2 < self.max_log2:
+            message = (
+                "`zero_log2` must be below `max_log2`, "
+                f"got {self.zero_log2!r} and {self.max_log2!r}."
+            )
+            raise TraceError(message)
+        if not isinstance(self.name, str):
+            raise TraceError(f"`name` must be a string, got {self.name!r}.")
         for kind in ("weight_histograms", "activation_histograms"):
             put(self, kind, tuple(getattr(self, kind)))
             self._check_order(kind)
@@ -130,11 +152,14 @@ class Trace:
 
     def _check_limit(self, limit: str) -> None:
         value = getattr(self, limit)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            message = f"`{limit}` must be a finite number, got {value!r}."
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not real or not abs(value) <= _WILD:
+            message = f"`{limit}` must be a number within +-{_WILD:g}, got {value!r}."
             raise TraceError(message)
 
     def _check_order(self, kind: str) -> None:
+        if not all(isinstance(made, Histogram) for made in getattr(self, kind)):
+            raise TraceError(f"`{kind}` must hold histograms only.")
         starts = [histogram.start for histogram in getattr(self, kind)]
         if starts and starts[0] < 0:
             message = f"`{kind}` must start at step 0 or later, got {starts[0]!r}."
@@ -150,12 +175,31 @@ class Trace:
 
 def _floats(values: Iterable[float], field_name: str) -> tuple[float, ...]:
     try:
-        return tuple(map(float, values))
+        numbers = tuple(map(float, values))
     except (TypeError, ValueError, OverflowError) as error:
         message = f"`{field_name}` must hold one number per step: {error}."
         raise TraceError(message) from error
+    for number in numbers:
+        if _WILD < abs(number) < math.inf:
+            message = (
+                f"`{field_name}` holds logarithms to base 2, within +-{_WILD:g} or "
+                f"infinite, got {number!r}."
+            )
+            raise TraceError(message)
+    return numbers
 
 
 def _until(histograms: Sequence[Histogram], steps: int) -> Sequence[Histogram]:
     starts = [histogram.start for histogram in histograms]
     return histograms[: bisect_right(starts, steps - 1)]
+
+
+def is_trace(value: object) -> "Trace":
+    """Return a trace; refuse anything else, and say how to get one."""
+    if isinstance(value, Trace):
+        return value
+    message = (
+        f"A `Trace` is needed, got {value!r}. Read a file with `buoy.trace.read(path)` "
+        "or invent one with `buoy.trace.synthetic(kind)`."
+    )
+    raise TraceError(message)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from buoy._core.errors import TraceError
 from buoy._core.losses import Blocks, quantile, resamples
 from buoy._core.settings import Family, Member, Tunable
-from buoy._core.trace import Trace
+from buoy._core.trace import Trace, is_trace
 from buoy._core.walk import walk
 
 __all__ = ["Sureness", "Tuned", "TunedPolicy", "TunedStatic", "tune"]
@@ -81,7 +81,7 @@ class Tuned:
 
 def tune(
     trace: Trace,
-    policies: Iterable[Tunable] = (),
+    policies: str | Iterable[Tunable] = (),
     *,
     tries: Mapping[str, Sequence[Any]] | None = None,
     max_skipped: float = 1e-3,
@@ -97,7 +97,9 @@ def tune(
         >>> tune(steady).static.exponent
         17
     """
-    blocks = Blocks(trace)
+    blocks = Blocks(is_trace(trace))
+    if isinstance(policies, str):
+        policies = [policies]
     static = _tuned_static(blocks, max_skipped, seed)
     return Tuned(
         trace=trace.name,

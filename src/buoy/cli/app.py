@@ -15,8 +15,17 @@ from buoy.cli.tune import tune
 __all__ = ["app", "run"]
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    try:
+        return version("buoy")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="buoy", prog_name="buoy")
+@click.version_option(_version(), prog_name="buoy")
 def app() -> None:
     """Keep half-precision gradients afloat: loss scaling for mixed precision.
 
@@ -34,6 +43,9 @@ def run() -> int:
     try:
         # Not standalone: click would print its errors wider than the terminal.
         code = app.main(prog_name="buoy", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         return _failed(error.format_message(), error)
     except click.Abort:

@@ -10,6 +10,7 @@ import click
 
 __all__ = ["describe", "json_out", "percent", "plain", "scale", "table", "value_text"]
 
+_NARROWEST = 78
 _NAME = 24  # characters of a name that are kept on one line
 
 
@@ -79,7 +80,10 @@ def table(
     for row in rows:
         # Text, not markup: a name may hold brackets.
         made.add_row(*(Text(cell) for cell in row))
-    Console(highlight=False).print(made)
+    console = Console(highlight=False)
+    # Numbers are never cropped: a narrow terminal wraps the line instead.
+    console.width = max(console.width, _NARROWEST)
+    console.print(made)
 
 
 def scale(log2: float, digits: int = 0) -> str:

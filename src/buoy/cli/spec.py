@@ -40,6 +40,9 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
         if not name or not key.strip() or not equals or not value.strip():
             message = f"{item!r} is not key=value, e.g. growth_interval=500."
             raise click.BadParameter(message, param_hint="NAME[:key=value,...]")
+        if key.strip() in parameters:
+            message = f"`{key.strip()}` is given twice in {text!r}."
+            raise click.BadParameter(message, param_hint="NAME[:key=value,...]")
         parameters[key.strip()] = value_of(value.strip())
     return name.strip(), parameters
 

@@ -123,7 +123,17 @@ def _check_version(where: str, document: Any) -> None:
         raise TraceError(message)
 
 
+_KEYS = {
+    "buoy_trace", "amax_log2", "loss_log2", "weight_histograms",
+    "activation_histograms", "max_log2", "zero_log2", "name",
+}  # fmt: skip
+
+
 def _from_document(where: str, document: dict[str, Any]) -> Trace:
+    unknown = sorted(set(document) - _KEYS)
+    if unknown:
+        message = f"The trace {where!r} has unknown keys {unknown}. Write it again."
+        raise TraceError(message)
     loss = document.get("loss_log2")
     weights = _list(where, document, "weight_histograms")
     activations = _list(where, document, "activation_histograms")

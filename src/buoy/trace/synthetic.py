@@ -87,6 +87,9 @@ KINDS: dict[str, Level] = {
 }
 
 
+MOST_STEPS = 10_000_000
+
+
 def synthetic(kind: str, steps: int = 10_000, seed: int = 0) -> Trace:
     """Invent a trace: the same arguments give the same trace, everywhere.
 
@@ -102,8 +105,10 @@ def synthetic(kind: str, steps: int = 10_000, seed: int = 0) -> Trace:
     if kind not in KINDS:
         message = f"No synthetic trace {kind!r}. There are: {', '.join(KINDS)}."
         raise TraceError(message)
-    if steps < 1:
-        message = f"`steps` must be at least 1, got {steps!r}."
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        message = (
+            f"`steps` must be a whole number from 1 to {MOST_STEPS}, got {steps!r}."
+        )
         raise TraceError(message)
     rng = random.Random(seed)  # noqa: S311 - not for secrets
     levels = KINDS[kind](steps, 10, rng)

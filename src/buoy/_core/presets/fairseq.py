@@ -13,15 +13,14 @@ def _family(
     scale_factor: float,
     scale_window: int,
     tolerance: float,
-    threshold: float | None,
-    quirks: dict[str, Any],
+    **quirks: Any,
 ) -> Policy:
     return Backoff(
         init_scale=init_scale,
         growth_factor=scale_factor,
         backoff_factor=1.0 / scale_factor,
         growth_interval=scale_window,
-        min_scale=FLOAT32_TINY if threshold is None else threshold,
+        min_scale=quirks.pop("min_scale", FLOAT32_TINY),
         max_scale=FLOAT32_MAX,
         tolerance=tolerance,
         quirks=Quirks(
@@ -47,11 +46,15 @@ def fairseq(
 
     `threshold` is the floor at which it goes on.
     """
-    stops = {
-        "at_min": "none" if threshold is None else "clamp",
-        "stop_scale": min_loss_scale,
-    }
-    return _family(init_scale, scale_factor, scale_window, tolerance, threshold, stops)
+    return _family(
+        init_scale,
+        scale_factor,
+        scale_window,
+        tolerance,
+        at_min="none",
+        threshold=threshold,
+        stop_scale=min_loss_scale or None,
+    )
 
 
 @preset("fairscale.experimental DynamicLossScaler 0.4.13")
@@ -70,12 +73,16 @@ def fairscale(
     step twice; with a window of 1 it undoes the back-off at once.
     `protocol="update_on_success"` leaves that call out.
     """
-    stops = {
-        "at_min": "none" if threshold is None else "clamp",
-        "stop_scale": min_loss_scale,
-        "overflow_counts": protocol == "update_every_iteration",
-    }
-    return _family(init_scale, scale_factor, scale_window, tolerance, threshold, stops)
+    return _family(
+        init_scale,
+        scale_factor,
+        scale_window,
+        tolerance,
+        at_min="none",
+        threshold=threshold,
+        stop_scale=min_loss_scale or None,
+        overflow_counts=protocol == "update_every_iteration",
+    )
 
 
 @preset("metaseq DynamicLossScaler")
@@ -91,14 +98,15 @@ def metaseq(
 
     Holds rather than fall below `min_loss_scale`; the window shrinks all the same.
     """
-    holds = {"at_min": "keep", "interval_follows_scale": True}
     return _family(
         init_scale,
         scale_factor,
         scale_window,
         tolerance,
-        min_loss_scale if threshold is None else threshold,
-        holds,
+        min_scale=min_loss_scale or FLOAT32_TINY,
+        at_min="keep",
+        threshold=threshold,
+        interval_follows_scale=True,
     )
 
 

@@ -2,7 +2,7 @@
 
 from buoy._core.backoff import Backoff
 from buoy._core.policy import Policy
-from buoy._core.presets.table import FLOAT32_MAX, preset
+from buoy._core.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
 from buoy._core.quirks import Quirks
 
 
@@ -12,7 +12,7 @@ def flax(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     scale: float = 65536.0,
-    minimum_scale: float | None = 2.0**-126,
+    minimum_scale: float | None = FLOAT32_TINY,
 ) -> Policy:
     """Grow after 2001 clean steps, halve on overflow.
 
@@ -24,10 +24,10 @@ def flax(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval + 1,
-        min_scale=2.0**-126 if minimum_scale is None else minimum_scale,
+        min_scale=minimum_scale or FLOAT32_TINY,
         max_scale=FLOAT32_MAX,
         quirks=Quirks(
-            at_min="none" if minimum_scale is None else "clamp", flush_subnormals=True
+            at_min="clamp" if minimum_scale else "none", flush_subnormals=True
         ),
     )
 
@@ -117,6 +117,8 @@ def mindspore_amp(
     scale_window: int = 2000,
 ) -> Policy:
     """Follow jmp's rule with a floor of 1."""
+    if scale_value < 1.0:
+        raise refuse("mindspore_amp", "scale_value", scale_value, "at least 1")
     return _jmp_rule(scale_value, scale_window, scale_factor, 1.0)
 
 

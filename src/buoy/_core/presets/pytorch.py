@@ -1,12 +1,12 @@
 """Scalers of the PyTorch world."""
 
-from typing import Any
+from math import inf
 
 from buoy._core.backoff import Backoff
 from buoy._core.policy import Policy
 from buoy._core.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
 from buoy._core.quirks import Quirks
-from buoy._core.static import Static
+from buoy._core.static import NoScaling, Static
 
 _TORCH = Quirks(arithmetic="wide", at_min="none", at_max="keep")
 _SHARDED = Quirks(at_min="none", at_max="none")
@@ -213,33 +213,38 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
     optimizer: str = "ZeRO",
-    **config: Any,
+    enabled: bool = True,
+    loss_scale: float = 0.0,
+    initial_scale_power: float | None = None,
+    loss_scale_window: int | None = None,
+    hysteresis: int | None = None,
+    min_loss_scale: float | None = None,
+    zero_stage: int = 1,
+    gradient_clipping: float = 0.0,
 ) -> Policy:
     """Double after 1001 clean steps, then every 1000; stop the run at the floor.
 
-    Takes the scaler's arguments, or those of the `fp16` section of a configuration
-    (`initial_scale_power`, `loss_scale_window`, `hysteresis`, `min_loss_scale`, and
-    `zero_stage`).  `optimizer="FP16_Optimizer"`, or stage 0, is the copy of the rule
-    that ignores hysteresis and never stops.
+    Takes the scaler's arguments, or those of the `fp16` section of a configuration,
+    from `enabled` on.  `optimizer="FP16_Optimizer"`, or stage 0, is the copy of the
+    rule that ignores hysteresis and never stops.
 
     Bugs of the peer: growth is one step late; on each growth step the optimizer gets
     halved gradients, since it unscales with the scale just doubled.
     """
-    if "initial_scale_power" in config:
-        init_scale = 2.0 ** config.pop("initial_scale_power")
-    scale_window = config.pop("loss_scale_window", scale_window)
-    delayed_shift = config.pop("hysteresis", delayed_shift)
-    min_scale = config.pop("min_loss_scale", min_scale)
-    config.pop("gradient_clipping", None)
-    whole_rule = optimizer == "ZeRO" and config.pop("zero_stage", 1) != 0
-    if config:
-        raise refuse("deepspeed", next(iter(config)), config, "left out: it is unknown")
+    del gradient_clipping
+    if not enabled:
+        return NoScaling()
+    if loss_scale:
+        return Static(init_scale=loss_scale)
+    whole_rule = optimizer == "ZeRO" and zero_stage != 0
+    shift = delayed_shift if hysteresis is None else hysteresis
+    start = init_scale if initial_scale_power is None else 2.0**initial_scale_power
     return Backoff(
-        init_scale=init_scale,
-        growth_interval=scale_window,
-        min_scale=float(min_scale),
+        init_scale=start,
+        growth_interval=loss_scale_window or scale_window,
+        min_scale=float(min_loss_scale or min_scale),
         max_scale=FLOAT32_MAX,
-        hysteresis=delayed_shift if whole_rule else 1,
+        hysteresis=shift if whole_rule else 1,
         hysteresis_refill="clean" if consecutive_hysteresis else "growth",
         quirks=Quirks(
             arithmetic="double",
@@ -256,7 +261,7 @@ def msamp(
     scale_window: int = 1000,
     min_loss_scale: float = 1.0,
 ) -> Policy:
-    """Follow DeepSpeed's stage 0: double after 1000 clean steps, no hysteresis."""
+    """Follow DeepSpeed's stage 0: double after 1001 clean steps, no hysteresis."""
     return deepspeed(
         cur_scale, scale_window, min_loss_scale, optimizer="FP16_Optimizer"
     )
@@ -264,17 +269,21 @@ def msamp(
 
 @preset("BMTrain OptimManager 1.0.1")
 def bmtrain(
-    loss_scale: float = 2.0**20,
+    loss_scale: float | None = 2.0**20,
     loss_scale_factor: float = 2.0,
     loss_scale_steps: int = 1024,
     min_loss_scale: float = 1.0,
     max_loss_scale: float | None = None,
 ) -> Policy:
-    """Double after 1024 clean steps, halve on overflow.
+    """Double after 1024 clean steps, halve on overflow; None switches it off.
 
     Bug of the peer: bounds stop the next move, not this one, so that the scale may
     pass each by up to one factor.
     """
+    if loss_scale is None:
+        return NoScaling()
+    if max_loss_scale == inf:
+        max_loss_scale = None
     factor = loss_scale_factor if loss_scale_factor > 1 else 1.0 / loss_scale_factor
     return Backoff(
         init_scale=loss_scale,

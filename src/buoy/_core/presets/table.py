@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from buoy._core.errors import PolicyError
+from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.policy import Policy
 
-__all__ = ["FLOAT32_MAX", "FLOAT32_TINY", "PRESETS", "Preset", "preset", "refuse"]
-
-FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
-FLOAT32_TINY = 2.0**-126
+__all__ = [
+    "FLOAT32_MAX",
+    "FLOAT32_TINY",
+    "PRESETS",
+    "Preset",
+    "check",
+    "preset",
+    "refuse",
+]
 
 Build = Callable[..., Policy]
 
@@ -47,6 +53,49 @@ def preset(peer: str) -> Callable[[Build], Build]:
         return build
 
     return enter
+
+
+CHOICES = {
+    "mode": ("dynamic", "static"),
+    "protocol": ("update_every_iteration", "update_on_success"),
+    "api": ("apply", "stateless_apply"),
+    "inner": ("new", "legacy"),
+    "optimizer": ("ZeRO", "FP16_Optimizer", "FP16_UnfusedOptimizer"),
+    "ordering": ("increment_after_update", "as_is"),
+}
+
+
+def check(row: Preset, given: dict[str, Any]) -> None:
+    """Refuse what no peer could mean, under the name that the user typed."""
+    for name, value in given.items():
+        hint = str(inspect.signature(row.build).parameters[name].annotation)
+        problem = _problem(name, value, hint)
+        if problem:
+            raise refuse(row.name, name, value, problem)
+
+
+def _problem(name: str, value: Any, hint: str) -> str | None:
+    if value is None:
+        return None if "None" in hint else "given"
+    if isinstance(value, str):
+        choices = CHOICES.get(name)
+        if "str" not in hint:
+            return "a number" if "bool" not in hint else "True or False"
+        return f"one of {choices}" if choices and value not in choices else None
+    if "bool" in hint:
+        return None if isinstance(value, bool) else "True or False"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "a number"
+    if value != value or (value < 0 and name != "initial_lg_loss_scale"):  # noqa: PLR0124
+        return "a number of at least 0"
+    if "int" in hint and "float" not in hint and value != int(value):
+        return "a whole number"
+    if "int" in hint and "float" not in hint and value < 1 and name not in _MAY_BE_0:
+        return "a whole number of at least 1"
+    return None
+
+
+_MAY_BE_0 = ("hysteresis", "zero_stage")
 
 
 def refuse(name: str, field: str, value: Any, accepted: str) -> PolicyError:

@@ -1,0 +1,226 @@
+"""What a step costs with Buoy, as ratios to torch's scaler in one interleaved run.
+
+    python benchmarks/torch_step.py [--rounds N] [--threads N] [--parameters N]
+
+Every figure is the median over rounds of the ratio of two measurements taken back to
+back, so that a neighbour on the machine slows both; the tiny model is measured in
+time spent on the CPU.  The budgets are DESIGN.md's.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from buoy.torch import GradScaler
+
+Stock = torch.amp.GradScaler
+
+
+def parameters(tensors: int, size: int) -> list[torch.nn.Parameter]:
+    """Make parameters with gradients, as a backward pass would have left them."""
+    made = [torch.nn.Parameter(torch.randn(size)) for _ in range(tensors)]
+    for param in made:
+        param.grad = torch.randn(size) * 1e-3
+    return made
+
+
+def seconds(work: Callable[[], object], repeat: int) -> float:
+    """Time so many calls."""
+    clock = time.perf_counter if repeat == 1 else time.process_time
+    start = clock()
+    for _ in range(repeat):
+        work()
+    return (clock() - start) / repeat
+
+
+def ratio(
+    ours: Callable[[], object], other: Callable[[], object], rounds: int, repeat: int
+) -> tuple[float, float, float]:
+    """Measure both in turns; return the median ratio and both medians."""
+    ours(), other()
+    mine, theirs = [], []
+    for i in range(rounds):
+        pair = (ours, other) if i % 2 else (other, ours)
+        first, second = seconds(pair[0], repeat), seconds(pair[1], repeat)
+        mine.append(first if pair[0] is ours else second)
+        theirs.append(second if pair[0] is ours else first)
+    each = [a / b for a, b in zip(mine, theirs, strict=True)]
+    return statistics.median(each), statistics.median(mine), statistics.median(theirs)
+
+
+def started(kind: type[Stock], **options: object) -> Stock:
+    """Make a scaler that has scaled a loss, at scale 1 so that nothing drifts."""
+    scaler = kind("cpu", init_scale=1.0, **options)
+    scaler.scale(torch.ones((), requires_grad=True))
+    return scaler
+
+
+def with_clipping(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
+    """Check, unscale, clip and a fused AdamW step, in three ways."""
+    optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
+    mine, stock = started(GradScaler), started(Stock)
+
+    def buoy() -> None:
+        mine.clip_grad_norm_(optimizer, 1.0)
+        mine.step(optimizer)
+        mine.update()
+
+    def torchs() -> None:
+        stock.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        stock.step(optimizer)
+        stock.update()
+
+    def unscaled() -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    return {"buoy": buoy, "torch": torchs, "unscaled": unscaled}
+
+
+def without_clipping(
+    params: list[torch.nn.Parameter], *, fused: bool
+) -> dict[str, Callable[[], object]]:
+    """Check and step."""
+    optimizer = torch.optim.AdamW(params, lr=1e-6, fused=fused, foreach=not fused)
+    mine, stock = started(GradScaler), started(Stock)
+
+    def run(scaler: Stock) -> Callable[[], object]:
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    return {"buoy": run(mine), "torch": run(stock)}
+
+
+def tiny(kind: str) -> dict[str, Callable[[], object]]:
+    """Scale + step + update on 20 tensors of 100 elements, with an idle optimizer."""
+    params = parameters(20, 100)
+    loss = torch.ones((), requires_grad=True)
+    optimizer: torch.optim.Optimizer
+    if kind == "fused":
+        optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
+    elif kind == "sgd":
+        optimizer = torch.optim.SGD(params, lr=0.0)
+    else:
+        optimizer = Idle(params)
+    mine, stock = started(GradScaler), started(Stock)
+
+    def run(scaler: Stock) -> Callable[[], object]:
+        def step() -> None:
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    return {"buoy": run(mine), "torch": run(stock)}
+
+
+class Idle(torch.optim.Optimizer):
+    """Steps in no time, so that only the scaler is measured."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def training(scale: bool) -> Callable[[], object]:
+    """A whole step of a model that spends its time multiplying matrices."""
+    torch.manual_seed(0)
+    width = 384
+    layers = [torch.nn.Linear(width, width) for _ in range(6)]
+    model = torch.nn.Sequential(*layers)
+    x = torch.randn(768, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    scaler = GradScaler("cpu", init_scale=1.0, enabled=scale)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def survey(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
+    """The survey against one plain read of the gradients."""
+    from buoy.torch.gather import gather
+    from buoy.torch.survey import measure
+
+    optimizer = Idle(params)
+    inverse = torch.ones(())
+    grads = [param.grad for param in params]
+    return {
+        "buoy": lambda: measure(gather(optimizer), 2.0, inverse),
+        "read": lambda: [grad.sum() for grad in grads],
+    }
+
+
+def sweep(rounds: int) -> None:
+    """Print what a clipped step costs against the number of tensors and elements."""
+    print("tensors x elements: ms per clipped step, and per tensor or per million")
+    for tensors, size in ((10, 1000), (100, 1000), (1000, 1000)):
+        work = with_clipping(parameters(tensors, size))["buoy"]
+        took = statistics.median(seconds(work, 1) for _ in range(rounds)) * 1e3
+        print(f"  {tensors:5d} x {size:8d}  {took:8.2f} ms  {took / tensors:.4f}")
+    for tensors, size in ((10, 100_000), (10, 1_000_000), (10, 3_000_000)):
+        work = with_clipping(parameters(tensors, size))["buoy"]
+        took = statistics.median(seconds(work, 1) for _ in range(rounds)) * 1e3
+        print(f"  {tensors:5d} x {size:8d}  {took:8.2f} ms  {took / size * 1e5:.3f}")
+
+
+def line(what: str, budget: float, measured: tuple[float, float, float]) -> None:
+    """Print one budget and whether it holds."""
+    share, mine, theirs = measured
+    held = "holds" if round(share, 2) <= budget else "DOES NOT HOLD"
+    print(
+        f"{what:58s} {share:5.2f}  budget {budget:4.2f}  {held:14s}"
+        f" ({mine * 1e3:.3f} ms : {theirs * 1e3:.3f} ms)"
+    )
+
+
+def main() -> None:
+    """Measure everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parameters", type=int, default=30_000_000)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    big = parameters(100, chosen.parameters // 100)
+    rounds = chosen.rounds
+    print(f"torch {torch.__version__}, {chosen.threads} thread(s), CPU")
+
+    ways = with_clipping(big)
+    line("check+unscale+clip+fused AdamW / torch", 0.70,
+         ratio(ways["buoy"], ways["torch"], rounds, 1))  # fmt: skip
+    line("check+unscale+clip+fused AdamW / clip without scaling", 1.0,
+         ratio(ways["buoy"], ways["unscaled"], rounds, 1))  # fmt: skip
+    ways = without_clipping(big, fused=True)
+    line("check+fused AdamW / torch", 1.0,
+         ratio(ways["buoy"], ways["torch"], rounds, 1))  # fmt: skip
+    ways = without_clipping(big, fused=False)
+    line("check+unscale+foreach AdamW / torch (no budget)", 1.05,
+         ratio(ways["buoy"], ways["torch"], rounds, 1))  # fmt: skip
+    ways = survey(big)
+    line("survey / plain read", 1.5, ratio(ways["buoy"], ways["read"], rounds, 1))
+    line("whole training step / no scaling", 1.01,
+         ratio(training(scale=True), training(scale=False), rounds * 2, 1))  # fmt: skip
+    for kind in ("idle", "sgd", "fused"):
+        ways = tiny(kind)
+        line(f"scale+step+update, 20 x 100, {kind} / torch", 1.0,
+             ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
+    sweep(rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""PyTorch: a `GradScaler` that one changes an import line for.
+
+from buoy.torch import GradScaler            # was: from torch.amp import GradScaler
+"""
+
+from buoy._core.errors import MissingBackendError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    message = (
+        "`buoy.torch` needs PyTorch, which is not installed. Install it with "
+        "`pip install buoy[torch]`."
+    )
+    raise MissingBackendError(message) from error
+
+from buoy.torch.errors import (
+    BeforeScaleError,
+    BuoyWarning,
+    ClosureError,
+    DeviceModeError,
+    EmptyStateError,
+    FactorError,
+    Fp16GradientsError,
+    LossTypeError,
+    MidIterationError,
+    NewScaleError,
+    NoGradientsError,
+    NonfiniteNormError,
+    NothingRecordedError,
+    OptimizerInBackwardError,
+    OptionError,
+    StepTwiceError,
+    StuckError,
+    UnknownOptimizerError,
+    UnscaleAfterStepError,
+    UnscaleTwiceError,
+)
+from buoy.torch.scaler import GradScaler
+from buoy.torch.step import LastStep
+from buoy.torch.watch import Stuck, StuckWarning
+
+__all__ = [
+    "BeforeScaleError",
+    "BuoyWarning",
+    "ClosureError",
+    "DeviceModeError",
+    "EmptyStateError",
+    "FactorError",
+    "Fp16GradientsError",
+    "GradScaler",
+    "LastStep",
+    "LossTypeError",
+    "MidIterationError",
+    "NewScaleError",
+    "NoGradientsError",
+    "NonfiniteNormError",
+    "NothingRecordedError",
+    "OptimizerInBackwardError",
+    "OptionError",
+    "StepTwiceError",
+    "Stuck",
+    "StuckError",
+    "StuckWarning",
+    "UnknownOptimizerError",
+    "UnscaleAfterStepError",
+    "UnscaleTwiceError",
+]

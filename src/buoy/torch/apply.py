@@ -1,0 +1,179 @@
+"""Where an update is applied or skipped, in the three ways there are.
+
+* `handed_over`: the optimizer takes `grad_scale` and `found_inf` and decides itself.
+* `asked`: the host asks once whether the gradients were finite, and steps or not.
+* `selected`: nobody asks; the step is computed and, where it must not count, everything
+  that it changed is put back on the device (see `select`).
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from buoy.torch import holes, survey, words
+from buoy.torch.gather import gather
+from buoy.torch.select import selected_step
+
+if TYPE_CHECKING:
+    from buoy.torch.contract import Contract
+
+__all__ = [
+    "combined",
+    "handed_over",
+    "hands_over",
+    "largest",
+    "settled",
+    "total",
+]
+
+
+def combined(
+    found: dict[torch.device, torch.Tensor], home: torch.device
+) -> torch.Tensor | None:
+    """Add the flags of several devices up on one."""
+    if len(found) == 1 and home in found:
+        return found[home]
+    flags = [flag.to(home, non_blocking=True) for flag in found.values()]
+    if not flags:
+        return None
+    total = flags[0]
+    for flag in flags[1:]:
+        total = total + flag
+    return total
+
+
+def hands_over(optimizer: Any) -> bool:
+    """Say whether an optimizer takes `grad_scale` and `found_inf` as attributes."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return not _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step))
+
+
+def total(
+    flags: list[dict[torch.device, torch.Tensor]], home: torch.device
+) -> torch.Tensor:
+    """Add the flags of several optimizers up; there is at least one."""
+    if len(flags) == 1 and len(flags[0]) == 1 and home in flags[0]:
+        return flags[0][home]
+    sums = [found for some in flags if (found := combined(some, home)) is not None]
+    whole = sums[0]
+    for more in sums[1:]:
+        whole = whole + more
+    return whole
+
+
+def largest(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take the largest of what several optimizers' gradients measured."""
+    found: dict[str, Any] = {}
+    for name in ("amax", "underflow"):
+        tensors = [record[name] for record in records if name in record]
+        if tensors:
+            found[name] = torch.stack(tensors).max()
+        numbers = [r[f"{name}_read"] for r in records if f"{name}_read" in r]
+        if numbers:
+            found[f"{name}_read"] = max(numbers)
+    return found
+
+
+def handed_over(
+    scaler: "Contract",
+    optimizer: Any,
+    record: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Let an optimizer that knows of scaling do its part."""
+    if not hands_over(optimizer):
+        return _passed_itself(scaler, optimizer, args, kwargs)
+    if record["stage"] is OptState.READY and "multiplier" not in record:
+        scaler._check_inf_per_device(optimizer)
+    scale, found = scaler._hand_over(record)
+    if found is None and gather(optimizer).grads:
+        raise words.no_gradients([_EARLY])
+    own = getattr(optimizer, "grad_scale", None)
+    if record["stage"] is OptState.UNSCALED:
+        optimizer.grad_scale = own
+    else:
+        optimizer.grad_scale = scale if own is None else scale * own
+    optimizer.found_inf = 0 if found is None else found
+    if found is not None:
+        _see(record, found)
+    try:
+        if found is not None and not _plugged(scaler, optimizer, record, found):
+            return None
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
+
+
+_EARLY = (
+    "They have some now: `unscale_` was called before `backward()`. Call it after the "
+    "last backward pass of the iteration."
+)
+
+
+def _see(record: dict[str, Any], found: torch.Tensor) -> None:
+    """Note what the host can see of the outcome without asking a device."""
+    seen = survey.seen_by_host(found)
+    if seen is None:
+        return
+    record["finite"] = not seen
+    for name in ("amax", "underflow"):
+        if name in record:
+            record[f"{name}_read"] = survey.seen_by_host(record[name])
+
+
+@lru_cache(maxsize=64)
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _plugged(
+    scaler: "Contract", optimizer: Any, record: dict[str, Any], found: torch.Tensor
+) -> bool:
+    """Close the fused optimizers' holes; say whether the step may be called."""
+    if scaler._strict:
+        return True
+    holes.fill_momentum(optimizer)
+    if holes.unplugged_momentum(optimizer):
+        record["finite"] = not found.item()
+        return bool(record["finite"])
+    return True
+
+
+def _passed_itself(
+    scaler: "Contract", optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    warnings.warn(
+        "GradScaler is going to stop passing itself as a keyword argument to the "
+        "passed optimizer. In the near future GradScaler registers "
+        "`grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+        "directly.",
+        FutureWarning,
+        stacklevel=5,
+    )
+    return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+
+
+def settled(
+    scaler: "Contract",
+    optimizer: Any,
+    record: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step or do not step an optimizer that knows nothing of scaling."""
+    found = combined(record["found_inf_per_device"], scaler._home())
+    if found is None:
+        return None
+    if scaler._never_sync:
+        return selected_step(optimizer, found, args, kwargs)
+    record["finite"] = finite = scaler._ask(record, found)
+    return optimizer.step(*args, **kwargs) if finite else None

@@ -1,0 +1,154 @@
+"""Clipping from the same survey that checks: one read, one multiplier."""
+
+import math
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from buoy._backends import torch as backend
+from buoy.torch import apply, survey, traced, words
+from buoy.torch.errors import NonfiniteNormError
+from buoy.torch.gather import gather, owners, parameters_of
+from buoy.torch.report import Reporting
+
+__all__ = ["Clipping"]
+
+_TINY = 1e-6  # torch's own guard against dividing by zero
+
+
+class Clipping(Reporting):
+    """Clip while unscaling, or after it where that has been done by hand."""
+
+    def clip_grad_norm_(
+        self,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip the unscaled gradients' total norm; return what it was before.
+
+        Call it between `backward()` and `step`, instead of `unscale_` and
+        `torch.nn.utils.clip_grad_norm_`.  For an optimizer that takes `grad_scale`
+        nothing is written: what it divides by does both.  For others the gradients
+        are unscaled and clipped by one multiplication.  The norm is inf or NaN when
+        the step will be skipped; it is a tensor, and reading it waits.
+
+        Example:
+            >>> import buoy.torch
+            >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+            >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+            >>> scaler = buoy.torch.GradScaler("cpu")
+            >>> scaler.scale((weight**2).sum()).backward()
+            >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
+            tensor(10.)
+        """
+        if not self._enabled:
+            return self._clip_as_torch(
+                optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+        if torch.compiler.is_compiling():
+            return traced.clip(self, optimizer, max_norm, float(norm_type))
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        record = self._per_optimizer_states[id(optimizer)]
+        if record["stage"] is OptState.STEPPED:
+            raise words.unscale_after_step("clip_grad_norm_")
+        if record["stage"] is OptState.UNSCALED:
+            return self._clip_as_torch(
+                optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+        with torch.no_grad():
+            if "multiplier" not in record:
+                self._survey_norm(optimizer, record, float(norm_type))
+            if "norm" not in record:
+                return torch.tensor(0.0)
+            norm = self._tighten(record, max_norm)
+            if not apply.hands_over(optimizer):
+                self._write_multiplier(optimizer, record)
+        if error_if_nonfinite and not math.isfinite(norm.item()):
+            raise NonfiniteNormError(_nonfinite(norm_type))
+        return norm
+
+    def clip_grad_value_(self, optimizer: Any, clip_value: float) -> None:
+        """Clamp every unscaled gradient to [-clip_value, clip_value].
+
+        Example:
+            >>> import buoy.torch
+            >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.2]))
+            >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+            >>> scaler = buoy.torch.GradScaler("cpu")
+            >>> scaler.scale((weight**2).sum()).backward()
+            >>> scaler.clip_grad_value_(optimizer, 1.0)
+            >>> weight.grad
+            tensor([1.0000, 0.4000])
+        """
+        if self._enabled:
+            self._check_scale_growth_tracker("clip_grad_value_")
+            record = self._per_optimizer_states[id(optimizer)]
+            if record["stage"] is OptState.STEPPED:
+                raise words.unscale_after_step("clip_grad_value_")
+            if record["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        limit = float(clip_value)
+        with torch.no_grad():
+            for _, _, grads in gather(optimizer).buckets:
+                torch._foreach_clamp_min_(grads, -limit)
+                torch._foreach_clamp_max_(grads, limit)
+
+    def _survey_norm(
+        self, optimizer: Any, record: dict[str, Any], order: float
+    ) -> None:
+        """Look at the scaled gradients once; note norm, flag and multiplier."""
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        gathered = gather(optimizer, allow_fp16=apply.hands_over(optimizer))
+        if not gathered.grads:
+            return
+        self._guide.before_look(optimizer)
+        inverse = backend.reciprocal(scale)
+        if self._rule.wants:
+            self._look(record, gathered, inverse)
+        seen = survey.measure(gathered, order, inverse)
+        record["found_inf_per_device"] = self._agree({scale.device: seen.found})
+        if not any(hasattr(part, "to_local") for part in seen.parts):
+            record["parts"] = (owners(optimizer), seen.parts)
+        if seen.norm is not None:
+            record["norm"] = (seen.norm * inverse).float()
+        record["multiplier"] = inverse
+
+    def _tighten(self, record: dict[str, Any], max_norm: float) -> torch.Tensor:
+        """Put a clipping coefficient into the multiplier."""
+        before: torch.Tensor = record.get("clipped_norm", record["norm"])
+        coefficient = (max_norm / (before + _TINY)).clamp(max=1.0)
+        record["multiplier"] = record["multiplier"] * coefficient
+        record["clipped_norm"] = before * coefficient
+        return before
+
+    def _write_multiplier(self, optimizer: Any, record: dict[str, Any]) -> None:
+        """Unscale and clip in place, for whoever reads `.grad` itself."""
+        multiplier = record.pop("multiplier")
+        with torch.no_grad():
+            for device, _, grads in gather(optimizer).buckets:
+                backend.multiply_(grads, multiplier.to(device, non_blocking=True))
+        record["stage"] = OptState.UNSCALED
+        record["groups"] = optimizer.param_groups
+
+    def _clip_as_torch(
+        self, optimizer: Any, max_norm: float, norm_type: float, error: bool
+    ) -> torch.Tensor:
+        params = parameters_of(optimizer)
+        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
+            params, max_norm, norm_type, error_if_nonfinite=error
+        )
+        if self._enabled:
+            self._per_optimizer_states[id(optimizer)].setdefault("norm", norm)
+        return norm
+
+
+def _nonfinite(norm_type: float) -> str:
+    return (
+        f"The total norm of order {norm_type} for gradients from `parameters` is "
+        "non-finite, so it cannot be clipped. With loss scaling an overflow now and "
+        "then is normal and the step is skipped by itself: to go on, leave "
+        "`error_if_nonfinite=False`."
+    )

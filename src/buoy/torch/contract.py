@@ -1,0 +1,194 @@
+"""The part of a scaler that torch keeps private and other libraries call all the same.
+
+Names, arguments and answers are those of `torch.amp.GradScaler`.  Three of them are the
+seams on which the rest of Buoy builds: `_unscale_grads_` and `_check_inf_per_device`
+survey the gradients, `_agree` makes what they found the same on every rank, and
+`_maybe_opt_step` applies the update or does not.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState
+
+from buoy._backends import torch as backend
+from buoy.torch import apply, survey, words
+from buoy.torch.errors import NewScaleError
+from buoy.torch.gather import Gathered, gather
+from buoy.torch.misuse import Guide
+from buoy.torch.names import Names
+from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
+from buoy.torch.watch import Watch
+
+__all__ = ["Contract", "TorchGradScaler"]
+
+_UNDERFLOW_EVERY = 16  # counting small gradients costs a pass of its own
+
+
+class Contract(TorchGradScaler):
+    """Torch's private methods, done Buoy's way."""
+
+    _rule: Classic | Governed
+    _strict: bool
+    _never_sync: bool
+    _guide: Guide
+    _watch: Watch
+    _names: Names
+    _losses: deque[torch.Tensor]
+    _turn: int  # updates so far
+
+    def _check_scale_growth_tracker(
+        self, funcname: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, tracker = self._scale, self._growth_tracker
+        if scale is None:
+            raise words.before_scale(funcname, "_scale")
+        if tracker is None:
+            raise words.before_scale(funcname, "_growth_tracker")
+        return scale, tracker
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        backend.self_test(torch.device(dev))
+        self._rule.start(self)
+
+    def _refuse_unscale(self, record: dict[str, Any], method: str) -> None:
+        if record["stage"] is OptState.UNSCALED:
+            raise words.unscale_twice()
+        if record["stage"] is OptState.STEPPED:
+            raise words.unscale_after_step(method)
+
+    def _refuse_alias(self, optimizer: Any, record: dict[str, Any]) -> None:
+        """Refuse a wrapper of an optimizer whose gradients are unscaled already."""
+        groups = getattr(optimizer, "param_groups", None)
+        for other in self._per_optimizer_states.values():
+            if other is not record and other.get("groups") is groups is not None:
+                raise words.unscaled_elsewhere()
+
+    def _agree(
+        self, found: dict[torch.device, torch.Tensor]
+    ) -> dict[torch.device, torch.Tensor]:
+        """Make the flags the same on every rank; alone there is nobody to ask."""
+        return found
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Check and multiply the gradients; return a flag per device (torch's way)."""
+        with torch.no_grad():
+            gathered = gather(optimizer, allow_fp16=allow_fp16)
+            if self._guide.watching:
+                self._guide.before_look(optimizer)
+                self._guide.before_unscale(self, optimizer, gathered)
+            if self._rule.wants and id(optimizer) in self._per_optimizer_states:
+                record = self._per_optimizer_states[id(optimizer)]
+                self._look(record, gathered, inv_scale)
+            found, inverse = {}, {}
+            for device, _, _ in gathered.buckets:
+                if device == found_inf.device:
+                    found[device], inverse[device] = found_inf, inv_scale
+                elif device not in found:
+                    found[device] = found_inf.to(device, non_blocking=True, copy=True)
+                    inverse[device] = inv_scale.to(device, non_blocking=True)
+            survey.unscale(
+                gathered.buckets, inverse, found, check_result=self._may_overflow()
+            )
+        return found
+
+    def _look(
+        self, record: dict[str, Any], gathered: Gathered, inverse: torch.Tensor
+    ) -> None:
+        """Measure what the policy wants to know beyond whether all is finite."""
+        if not gathered.grads:
+            return
+        record["amax"] = survey.largest(gathered, inverse.reshape(())).amax
+        if "underflow" in self._rule.wants and self._turn % _UNDERFLOW_EVERY == 0:
+            record["underflow"] = survey.underflow(gathered, inverse.device)
+
+    def _may_overflow(self) -> bool:
+        """Say whether dividing by the scale could itself overflow."""
+        if self._strict:
+            return False
+        known = self._rule.known(self)
+        return known is None or known < 1.0
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        record = self._per_optimizer_states[id(optimizer)]
+        with torch.no_grad():
+            gathered = gather(optimizer)
+            self._guide.before_look(optimizer)
+            inverse = backend.reciprocal(scale)
+            if self._rule.wants:
+                self._look(record, gathered, inverse)
+            found = survey.check(gathered, inverse, check_result=self._may_overflow())
+        record["found_inf_per_device"] = self._agree(found)
+        return self._found_inf_per_device(optimizer)
+
+    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+        scale, _ = self._check_scale_growth_tracker("update")
+        if isinstance(new_scale, torch.Tensor):
+            if (
+                new_scale.device.type != self._device
+                or new_scale.numel() != 1
+                or new_scale.requires_grad
+            ):
+                raise NewScaleError(_NEW_SCALE)
+            scale.copy_(new_scale.reshape(()))
+        else:
+            value = float(new_scale)
+            if not (self._strict or 0.0 < value <= FLOAT32_MAX):
+                message = f"{_NEW_SCALE} Got {new_scale!r}; it must be positive."
+                raise NewScaleError(message)
+            scale.fill_(value)
+        self._rule.assign(self, new_scale)
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        result: float | None = apply.settled(
+            self, optimizer, optimizer_state, args, kwargs
+        )
+        return result
+
+    def _home(self) -> torch.device:
+        return self._check_scale_growth_tracker("step")[0].device
+
+    def _hand_over(
+        self, record: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Give what an optimizer divides by, and the flag for not stepping."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        found = apply.combined(record["found_inf_per_device"], scale.device)
+        multiplier = record.get("multiplier")
+        return (scale if multiplier is None else multiplier.reciprocal()), found
+
+    def _ask(self, record: dict[str, Any], found: torch.Tensor) -> bool:
+        """Wait for the flag, and for whatever else is wanted, in one read."""
+        if not self._rule.wants and self._rule.known(self) is not None:
+            return not found.item()
+        scale, tracker = self._check_scale_growth_tracker("step")
+        wanted = [name for name in ("amax", "underflow") if name in record]
+        numbers = [found, scale, tracker.float(), *(record[name] for name in wanted)]
+        values = torch.stack(numbers).tolist()
+        if isinstance(self._rule, Classic):
+            self._rule.learn(self, values[1], int(values[2]))
+        for name, value in zip(wanted, values[3:], strict=True):
+            record[f"{name}_read"] = value
+        return not values[0]
+
+
+_NEW_SCALE = (
+    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+    "torch.FloatTensor with requires_grad=False."
+)

@@ -1,0 +1,121 @@
+"""What the PyTorch front end raises and warns of.
+
+Each class is also the builtin that `torch.amp.GradScaler` raises in the same place, and
+each message starts with torch's own words where torch has any, so that code written
+for the one catches the errors of the other.
+"""
+
+from buoy._core.errors import (
+    BuoyError,
+    CallOrderError,
+    PolicyError,
+    ScaleCollapsedError,
+    StateVersionError,
+)
+
+__all__ = [
+    "BeforeScaleError",
+    "BuoyWarning",
+    "ClosureError",
+    "DeviceModeError",
+    "EmptyStateError",
+    "FactorError",
+    "Fp16GradientsError",
+    "LossTypeError",
+    "MidIterationError",
+    "NewScaleError",
+    "NoGradientsError",
+    "NonfiniteNormError",
+    "NothingRecordedError",
+    "OptimizerInBackwardError",
+    "OptionError",
+    "StepTwiceError",
+    "StuckError",
+    "UnknownOptimizerError",
+    "UnscaleAfterStepError",
+    "UnscaleTwiceError",
+]
+
+
+class BuoyWarning(UserWarning):
+    """Something is probably wrong, and training can go on; said once."""
+
+
+class BeforeScaleError(CallOrderError, AssertionError):
+    """A method that needs a scale was called before any loss was scaled."""
+
+
+class NoGradientsError(CallOrderError, AssertionError):
+    """An optimizer was to step, and none of its parameters has a gradient."""
+
+
+class NothingRecordedError(CallOrderError, AssertionError):
+    """`update` was called with no step or unscale before it."""
+
+
+class StepTwiceError(CallOrderError):
+    """One optimizer stepped twice without an `update` between."""
+
+
+class UnscaleTwiceError(CallOrderError):
+    """One optimizer's gradients were to be divided by the scale twice."""
+
+
+class UnscaleAfterStepError(CallOrderError):
+    """Gradients were to be unscaled or clipped after their step."""
+
+
+class MidIterationError(CallOrderError, AssertionError):
+    """A scaler was pickled or copied between a step and its update."""
+
+
+class ClosureError(CallOrderError):
+    """A closure was passed where its gradients would not be unscaled."""
+
+
+class OptimizerInBackwardError(CallOrderError):
+    """An optimizer steps inside the backward pass, before anything is checked."""
+
+
+class Fp16GradientsError(BuoyError, ValueError):
+    """Parameters are FP16, so their gradients cannot be unscaled without loss."""
+
+
+class LossTypeError(BuoyError, ValueError):
+    """What was to be scaled is not a tensor, nor made of tensors."""
+
+
+class NewScaleError(BuoyError, AssertionError, ValueError):
+    """A scale set by hand cannot be used."""
+
+
+class UnknownOptimizerError(BuoyError, TypeError, AttributeError):
+    """What was passed as an optimizer is none."""
+
+
+class NonfiniteNormError(BuoyError, RuntimeError):
+    """The norm to clip by is inf or NaN, and that was to be an error."""
+
+
+class EmptyStateError(StateVersionError, RuntimeError):
+    """A state to be loaded is empty."""
+
+
+class FactorError(PolicyError, AssertionError):
+    """A factor that moves the scale would not move it, or the wrong way."""
+
+
+class OptionError(BuoyError, ValueError):
+    """An option has a value that is not among those accepted."""
+
+
+class DeviceModeError(BuoyError, RuntimeError):
+    """An optimizer cannot be skipped without asking the device."""
+
+
+class StuckError(ScaleCollapsedError):
+    """Step after step is skipped; `verdict` says why."""
+
+    def __init__(self, message: str, verdict: object = None) -> None:
+        super().__init__(message)
+        self.verdict = verdict

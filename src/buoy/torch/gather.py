@@ -1,0 +1,117 @@
+"""Find an optimizer's gradients, as flat lists that one kernel call can take.
+
+Sparse gradients appear as their values, complex ones as pairs of reals: what is found
+shares memory with `.grad`, so multiplying it multiplies the gradient.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from buoy.torch.errors import UnknownOptimizerError
+
+__all__ = ["Bucket", "Gathered", "gather", "owners", "parameters_of"]
+
+
+class Bucket(NamedTuple):
+    """Gradients of one device and one dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    grads: list[torch.Tensor]
+
+
+class Gathered(NamedTuple):
+    """Everything an optimizer has to step by."""
+
+    grads: list[torch.Tensor]  # real and dense, in the order of the parameters
+    buckets: list[Bucket]
+    sparse: bool
+
+
+_FLOAT = torch.float32
+_PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float64})
+_STRIDED = torch.strided
+
+
+def gather(optimizer: Any, *, allow_fp16: bool = True) -> Gathered:
+    """Walk the parameters once and sort their gradients by device and dtype."""
+    grads = [
+        grad
+        for group in _groups(optimizer)
+        for param in group["params"]
+        if (grad := param.grad) is not None
+    ]
+    if _ordinary(grads):
+        return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)], False)
+    halves, sparse = [], False
+    for i, (param, grad) in enumerate(zip(owners(optimizer), grads, strict=True)):
+        if grad.dtype not in _PLAIN or grad.layout is not _STRIDED:
+            sparse = sparse or grad.is_sparse
+            if grad.dtype is torch.float16 and not allow_fp16:
+                halves.append(param)
+            grads[i] = _real_and_dense(param, grad)
+    if halves:
+        # Imported here: an error's words need not be loaded before they are said.
+        from buoy.torch.words import fp16_gradients  # noqa: PLC0415
+
+        raise fp16_gradients(halves)
+    return Gathered(grads, _sorted(grads), sparse)
+
+
+def _ordinary(grads: list[torch.Tensor]) -> bool:
+    """Say whether all are dense float32 on one device: the case to be quick about."""
+    if not grads:
+        return False
+    home = grads[0].device
+    on_cpu = home.type == "cpu"
+    for grad in grads:
+        if grad.dtype is not _FLOAT or grad.layout is not _STRIDED:
+            return False
+        if not (grad.is_cpu if on_cpu else grad.device == home):
+            return False
+    return True
+
+
+def owners(optimizer: Any) -> list[torch.Tensor]:
+    """List the parameters that have a gradient, in the order of `Gathered.grads`."""
+    return [param for param in parameters_of(optimizer) if param.grad is not None]
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """List every parameter that an optimizer holds."""
+    return [param for group in _groups(optimizer) for param in group["params"]]
+
+
+def _groups(optimizer: Any) -> Any:
+    try:
+        return optimizer.param_groups
+    except AttributeError:
+        message = (
+            f"'{type(optimizer).__name__}' object has no attribute 'param_groups': it "
+            "is not an optimizer, and the scaler would not know whose gradients to "
+            "check. Pass the torch.optim.Optimizer itself, or a wrapper that exposes "
+            "its `param_groups`."
+        )
+        raise UnknownOptimizerError(message) from None
+
+
+def _real_and_dense(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if grad.is_sparse:
+        # Duplicate entries of an FP16 gradient may overflow only once they are added.
+        if grad.dtype is torch.float16:
+            param.grad = grad = grad.coalesce()
+        grad = grad._values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _sorted(grads: list[torch.Tensor]) -> list[Bucket]:
+    if not grads:
+        return []
+    kinds = {(grad.device, grad.dtype) for grad in grads}
+    if len(kinds) == 1:
+        return [Bucket(*kinds.pop(), grads)]
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        found.setdefault((grad.device, grad.dtype), []).append(grad)
+    return [Bucket(device, dtype, some) for (device, dtype), some in found.items()]

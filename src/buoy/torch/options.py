@@ -1,0 +1,108 @@
+"""Turn a scaler's arguments into its rule, refusing what cannot work."""
+
+import math
+from typing import Any
+
+from buoy._core.policy import Policy
+from buoy._core.registry import policy as make_policy
+from buoy.torch.errors import FactorError, OptionError
+from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic, Governed
+
+__all__ = ["DEFAULTS", "check", "never_syncs", "rule"]
+
+DEFAULTS = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
+
+
+def check(given: dict[str, Any], *, strict: bool) -> None:
+    """Refuse factors and scales with which the scale could only go wrong."""
+    if given["growth_factor"] <= 1.0:
+        message = (
+            "The growth factor must be > 1.0. With `growth_factor`="
+            f"{given['growth_factor']!r} the scale could never grow back."
+        )
+        raise FactorError(message)
+    if given["backoff_factor"] >= 1.0:
+        message = (
+            "The backoff factor must be < 1.0. With `backoff_factor`="
+            f"{given['backoff_factor']!r} an overflow would never end."
+        )
+        raise FactorError(message)
+    if strict:
+        return
+    for name in ("init_scale", "backoff_factor"):
+        value = given[name]
+        if not (isinstance(value, (int, float)) and 0.0 < value <= FLOAT32_MAX):
+            message = (
+                f"`{name}` must be a positive number that float32 can hold, got "
+                f"{value!r}: gradients divided by such a scale would be inf or NaN."
+            )
+            raise OptionError(message)
+
+
+def rule(
+    policy: str | Policy | None,
+    given: dict[str, Any],
+    *,
+    low: float | None,
+    high: float | None,
+    strict: bool,
+) -> Classic | Governed:
+    """Make what moves the scale."""
+    _check_bounds(given["init_scale"], low, high, policy)
+    if policy is None:
+        return _classic(given["init_scale"], low, high, strict=strict)
+    changed = {name: x for name, x in given.items() if DEFAULTS[name] != x}
+    if low is not None:
+        changed["min_scale"] = low
+    if high is not None:
+        changed["max_scale"] = high
+    return Governed(make_policy(policy, **changed))
+
+
+def _classic(
+    init: float, low: float | None, high: float | None, *, strict: bool
+) -> Classic:
+    floor = -FLOAT32_MAX if strict else MIN_SCALE
+    made = Classic(
+        floor if low is None else low,
+        FLOAT32_MAX if high is None else high,
+        fixed=False,
+    )
+    made.admit(init)
+    made.fixed = low is not None or high is not None
+    return made
+
+
+def _check_bounds(
+    init: float, low: float | None, high: float | None, policy: Any
+) -> None:
+    for name, bound in (("min_scale", low), ("max_scale", high)):
+        if bound is not None and not (0.0 < bound <= FLOAT32_MAX):
+            message = f"`{name}` must be a positive float32 number, got {bound!r}."
+            raise OptionError(message)
+    bottom, top = low or 0.0, math.inf if high is None else high
+    if bottom > top:
+        message = f"`min_scale` {low!r} must not exceed `max_scale` {high!r}."
+        raise OptionError(message)
+    if policy is None and not bottom <= init <= top:
+        message = (
+            f"`init_scale` must lie within `min_scale` and `max_scale`, got {init!r} "
+            f"outside of {low!r} .. {high!r}. Give an `init_scale` within them."
+        )
+        raise OptionError(message)
+
+
+def never_syncs(sync: str) -> bool:
+    """Read the `sync` option."""
+    if sync not in ("auto", "never"):
+        message = (
+            "`sync` must be 'auto' (ask the device once per step where an optimizer "
+            f"needs it) or 'never' (undo skipped steps on the device), got {sync!r}."
+        )
+        raise OptionError(message)
+    return sync == "never"

@@ -1,0 +1,212 @@
+"""The part of a scaler that says what it did."""
+
+from collections import deque
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._core.policy import Policy
+from buoy._core.state import Verdict
+from buoy.torch import apply, survey, verdicts
+from buoy.torch.contract import Contract
+from buoy.torch.gates import AdvanceOn, Gate, make_gates
+from buoy.torch.gather import gather
+from buoy.torch.mailbox import Mailbox
+from buoy.torch.rule import Evidence
+from buoy.torch.step import LastStep
+
+__all__ = ["Reporting"]
+
+
+class Reporting(Contract):
+    """Keep the last step, its verdict, its culprits, and the gates that follow it."""
+
+    _last: LastStep | None
+    _gates: list[Gate]
+    _history: deque[torch.Tensor]
+    _frozen: tuple[int, torch.Tensor] | None
+    _reports: dict[int, LastStep]
+    _mail: Mailbox
+    _noted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    _traced: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def last_step(self) -> LastStep | None:
+        """What became of the last step; None before the first."""
+        return self._last
+
+    @property
+    def policy(self) -> Policy:
+        """The rule that moves the scale, for reading and for replay."""
+        return self._rule.policy(self)
+
+    def last_step_of(self, optimizer: Any) -> LastStep | None:
+        """Tell what became of this optimizer's last step."""
+        return self._reports.get(id(optimizer))
+
+    def gate(
+        self,
+        *things: Any,
+        optimizer: Any = None,
+        advance_on: AdvanceOn = "applied",
+    ) -> None:
+        """Let `update` advance schedulers, averages and counters.
+
+        Each has a `step()` or an `update()`, or is called; only after steps that were
+        applied, or after all with `advance_on="attempted"`.  One that belongs to an
+        optimizer follows that one, others follow all that stepped.  With an optimizer
+        that takes `found_inf` this asks the device once per update.
+
+        Example:
+            >>> import buoy.torch
+            >>> scaler = buoy.torch.GradScaler("cpu")
+            >>> scaler.gate(lambda: print("moved"))
+        """
+        self._gates += make_gates(things, optimizer, advance_on)
+
+    def _frozen_scale(self) -> float | torch.Tensor:
+        """Keep the scale as it is now, without reading it."""
+        known = self._rule.known(self)
+        if known is not None:
+            return known
+        scale, _ = self._check_scale_growth_tracker("step")
+        if self._frozen is None or self._frozen[0] != scale._version:
+            self._frozen = (scale._version, scale.detach().clone())
+        return self._frozen[1]
+
+    def _report(
+        self, optimizer: Any, record: dict[str, Any], scale: float | torch.Tensor
+    ) -> LastStep:
+        """Note what became of a step; look for culprits if the host knows of any."""
+        found = apply.combined(record["found_inf_per_device"], self._home())
+        report = LastStep(self, optimizer, found, scale)
+        report._norm = record.get("norm")
+        report._parts = record.get("parts")
+        report._applied = record.get("finite") if found is not None else False
+        report._losses = tuple(self._losses)
+        if report._applied is False and found is not None:
+            report.stale = self._guide.stale(optimizer)
+            self._guide.remember(optimizer, self._culprits(optimizer, report))
+        self._last = self._reports[id(optimizer)] = report
+        return report
+
+    def _report_unscaled(self, optimizer: Any) -> None:
+        """Note a step of a scaler that is off: applied, whatever it was."""
+        report = LastStep(self, optimizer, None, 1.0)
+        report._applied, report._next = True, 1.0
+        self._last = self._reports[id(optimizer)] = report
+
+    def _offenders_of(self, optimizer: Any, report: LastStep) -> tuple[str, ...]:
+        """Name the parameters whose gradients were not finite.  Reads on the host."""
+        if report._parts is None and self._reports.get(id(optimizer)) is not report:
+            return ()  # the gradients are those of a later step by now
+        self._culprits(optimizer, report)
+        return report._offenders or ()
+
+    def _culprits(self, optimizer: Any, report: LastStep) -> list[torch.Tensor]:
+        """Find them, and note their names and groups."""
+        found = self._nonfinite(optimizer, report)
+        report._offenders = self._names.of(optimizer, found)
+        ids = set(map(id, found))
+        report._groups = tuple(
+            index
+            for index, group in enumerate(optimizer.param_groups)
+            if any(id(param) in ids for param in group["params"])
+        )
+        return found
+
+    def _nonfinite(self, optimizer: Any, report: LastStep) -> list[torch.Tensor]:
+        """Look at the survey's norms, if it took any; else at the gradients, now."""
+        now = survey.offenders(optimizer)
+        if report._parts is None:
+            return now
+        owners, norms = report._parts
+        sizes = backend.read(list(norms))
+        found = [o for o, n in zip(owners, sizes, strict=True) if not isfinite(n)]
+        # A norm can overflow alone: while the gradients are there they decide.
+        kept = [owner for owner in found if any(owner is other for other in now)]
+        return kept or found
+
+    def _norm_of(self, optimizer: Any, report: LastStep) -> torch.Tensor | None:
+        """Measure the norm of a step's gradients while they are still there."""
+        if self._reports.get(id(optimizer)) is not report:
+            return None
+        with torch.no_grad():
+            gathered = gather(optimizer)
+            if not gathered.grads or any(
+                hasattr(g, "to_local") for g in gathered.grads
+            ):
+                return None  # none, or shared: one rank alone cannot sum them up
+            one = torch.ones((), device=gathered.grads[0].device)
+            return survey.measure(gathered, 2.0, one).norm
+
+    def _judge(self, report: LastStep) -> Verdict:
+        history = list(self._history)
+        optimizer = report._optimizer()
+        return verdicts.judge(optimizer, report._losses, history, stale=report.stale)
+
+    def _conclude(self, evidence: Evidence | None) -> None:
+        """Tell the watch, the gates and the last steps that the scale has moved."""
+        finite = None if evidence is None else evidence.finite
+        self._turn += 1
+        after = self._frozen_scale()
+        stepped = [
+            report
+            for key in self._per_optimizer_states
+            if (report := self._reports.get(key)) is not None
+        ]
+        for report in stepped:
+            report._next = after
+        try:
+            if finite:
+                self._watch.applied(self._read_scale)
+            elif finite is not None:
+                self._tell_watch(stepped)
+            elif evidence is not None:
+                self._hear_late(evidence.found, stepped)
+        finally:
+            if self._losses:
+                if finite is not False:
+                    self._history.append(self._losses[-1])
+                self._losses.clear()
+            if self._gates:
+                self._open_gates(stepped)
+
+    def _tell_watch(self, stepped: list[LastStep]) -> None:
+        bad = [report for report in stepped if report._applied is False]
+        if bad:
+            self._watch.missed(self._read_scale(), partial(_why, bad[0]))
+
+    def _hear_late(self, found: torch.Tensor, stepped: list[LastStep]) -> None:
+        """Send off what the host does not know; tell of what has arrived."""
+        if torch.compiler.is_compiling():
+            return
+        self._mail.post(found, self._home_scale())
+        for skipped, scale in self._mail.collect():
+            if not skipped:
+                self._watch.applied(partial(float, scale))
+            elif stepped:
+                self._watch.missed(scale, partial(_why, stepped[-1]), late=True)
+
+    def _read_scale(self) -> float:
+        known = self._rule.known(self)
+        return backend.read([self._home_scale()])[0] if known is None else known
+
+    def _home_scale(self) -> torch.Tensor:
+        return self._check_scale_growth_tracker("update")[0]
+
+    def _open_gates(self, stepped: list[LastStep]) -> None:
+        for gate in self._gates:
+            about = stepped
+            if gate.optimizer is not None:
+                own = self._reports.get(id(gate.optimizer))
+                about = [own] if own in stepped and own is not None else []
+            if about and (gate.attempted or all(report.applied for report in about)):
+                gate.advance()
+
+
+def _why(report: LastStep) -> tuple[Verdict, tuple[str, ...]]:
+    return report.verdict, report.offenders

@@ -1,0 +1,112 @@
+"""A scaler's state as a plain dict, and as a pickle.
+
+With torch's own rule the dict is torch's, key for key.  Another policy adds one key,
+`buoy`, which torch's scaler does not look at; so each class loads the other's.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from buoy._core.codec import decode, encode
+from buoy._core.errors import StateVersionError
+from buoy._core.ops import single
+from buoy.torch.errors import BuoyWarning
+from buoy.torch.names import Names
+from buoy.torch.rule import Classic, Governed
+
+if TYPE_CHECKING:
+    from buoy.torch.scaler import GradScaler
+
+__all__ = ["VERSION", "beyond", "growth_tracker", "load_beyond", "pickled", "unpickled"]
+
+VERSION = 1
+_TRANSIENT = {
+    "_losses", "_history", "_frozen", "_guide", "_reports", "_last", "_mail", "_noted",
+    "_traced",
+}  # fmt: skip
+
+
+def beyond(scaler: "GradScaler") -> dict[str, Any]:
+    """Write what torch's five entries do not hold."""
+    rule = scaler._rule
+    if isinstance(rule, Classic):
+        return {}
+    return {
+        "buoy": {
+            "version": VERSION,
+            "policy": encode(rule.rule),
+            "state": encode(rule.state),
+            "turn": scaler._turn,
+        }
+    }
+
+
+def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:
+    """Read it back; a state without it, torch's or another rule's, gives the scale."""
+    rule, kept = scaler._rule, saved.get("buoy")
+    if isinstance(rule, Classic):
+        rule.admit(float(saved["scale"]))
+        scale, count = single(float(saved["scale"])), int(saved["_growth_tracker"])
+        rule.learn(scaler, scale, count)
+        return
+    if kept is None:
+        _take_scale(scaler, rule, saved)
+        return
+    if not isinstance(kept, dict) or kept.get("version") != VERSION:
+        message = (
+            f"This state was saved by another release of Buoy: {kept!r:.80}. Load it "
+            "with that release, or delete its 'buoy' entry to keep only the scale."
+        )
+        raise StateVersionError(message)
+    state = decode(kept["state"])
+    if type(state) is not type(rule.state):
+        _say_other_policy(kept, rule)
+        _take_scale(scaler, rule, saved)
+        return
+    scaler._turn = int(kept["turn"])
+    rule.restore(scaler, state)
+
+
+def _take_scale(scaler: "GradScaler", rule: Governed, saved: dict[str, Any]) -> None:
+    state = rule.begun_at(float(saved["scale"]))
+    if hasattr(state, "clean_steps"):
+        state = replace(state, clean_steps=int(saved["_growth_tracker"]))
+    rule.restore(scaler, state)
+
+
+def _say_other_policy(kept: dict[str, Any], rule: Governed) -> None:
+    warnings.warn(
+        f"The loaded state is of policy {kept['policy'].get('kind')!r}, this scaler "
+        f"follows {type(rule.rule).__name__!r}: only the scale was taken over.",
+        BuoyWarning,
+        stacklevel=4,
+    )
+
+
+def growth_tracker(scaler: "GradScaler", stock: Callable[[], int]) -> int:
+    """Tell the count of clean steps, of a policy that counts them."""
+    if scaler._enabled and isinstance(scaler._rule, Governed):
+        count = getattr(scaler._rule.state, "clean_steps", 0)
+        return int(count.item() if isinstance(count, torch.Tensor) else count)
+    return stock()
+
+
+def pickled(state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what belongs to one process and one moment."""
+    kept = {name: value for name, value in state.items() if name not in _TRANSIENT}
+    kept["_gates"] = []
+    if "_names" in kept:
+        kept["_names"], kept["_rule"] = Names(), kept["_rule"].unbound()
+    return kept
+
+
+def unpickled(scaler: "GradScaler", state: dict[str, Any]) -> None:
+    """Start afresh what was left out."""
+    scaler.__dict__.update(state)
+    scaler._last, scaler._reports = None, {}
+    if scaler._enabled:
+        scaler._begin()

@@ -1,0 +1,280 @@
+"""`GradScaler`: torch's own, with the order of its calls and what Buoy adds to each.
+
+This file holds the public surface.  What happens inside a call lives in the rooms
+beside it: `survey` looks at gradients, `clip` clips them, `rule` moves the scale,
+`apply` steps or does not, `report` and `watch` tell of it.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from buoy._backends import torch as backend
+from buoy._core.policy import Policy
+from buoy._core.state import Verdict
+from buoy.torch import apply, misuse, options, saved, traced, verdicts, words
+from buoy.torch.clip import Clipping
+from buoy.torch.errors import EmptyStateError, MidIterationError
+from buoy.torch.mailbox import Mailbox
+from buoy.torch.names import Names
+from buoy.torch.rule import Evidence
+from buoy.torch.scaling import scaled
+from buoy.torch.watch import OnStuck, Watch
+
+__all__ = ["GradScaler"]
+
+_LOSSES = 64  # of one iteration that are kept, should a verdict need them
+
+
+class GradScaler(Clipping):
+    """Scale the loss, check and unscale the gradients, step only if they are finite.
+
+    A drop-in for `torch.amp.GradScaler`: its arguments come first and mean the same.
+    The others are given by keyword:
+
+    Args:
+        policy: what moves the scale: None for torch's rule with the arguments before
+            it, the name of a policy, or a policy object (see `buoy.policies`).
+        min_scale, max_scale: bounds of torch's rule; 2^-24 and float32's maximum if
+            not given.
+        on_stuck: "warn", "raise" or a callable that takes a `Stuck`; fires once when
+            `patience` steps in a row, or half of the last 4 x `patience`, are skipped.
+        sync: "auto" asks the device once per step of an optimizer that does not take
+            `found_inf`; "never" computes such steps and undoes them on the device.
+        model, named_parameters: where the names of parameters come from.
+        strict_torch: do as torch does even where torch is wrong (see docs/torch.md).
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu", init_scale=2.0**8)
+        >>> scaler.scale(layer(torch.ones(4, 2)).sum()).backward()
+        >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.last_step.applied
+        True
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: str | Policy | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        on_stuck: OnStuck = "warn",
+        patience: int = 50,
+        sync: Literal["auto", "never"] = "auto",
+        model: torch.nn.Module | None = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        strict_torch: bool = False,
+    ) -> None:
+        given = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        if enabled:
+            options.check(given, strict=strict_torch)
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._last, self._gates, self._reports = None, [], {}
+        if not self._enabled:
+            return
+        self._strict = strict_torch
+        self._rule = options.rule(
+            policy, given, low=min_scale, high=max_scale, strict=strict_torch
+        )
+        if policy is not None:
+            self._init_scale = float(self._rule.known(self) or 1.0)
+        self._never_sync = options.never_syncs(sync)
+        self._names = Names(model, named_parameters)
+        self._watch = Watch(on_stuck, patience)
+        self._turn = 0
+        self._begin()
+        if device == "cpu":
+            backend.self_test(torch.device("cpu"))
+
+    def _begin(self) -> None:
+        """Set up what a copy or a loaded scaler starts afresh."""
+        self._losses = deque(maxlen=_LOSSES)
+        self._history = deque(maxlen=verdicts.HISTORY)
+        self._frozen = None
+        self._guide = misuse.Guide()
+        self._reports = {}
+        self._noted = self._traced = None
+        self._mail = Mailbox(every=min(self._watch.patience, 16))
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or every tensor of an iterable, by the scale."""
+        if not self._enabled:
+            return outputs
+        if not isinstance(outputs, torch.Tensor):
+            return scaled(self, outputs)
+        if torch.compiler.is_compiling():
+            return traced.scale(self, outputs)
+        scale = self._scale
+        if scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+            scale, _ = self._check_scale_growth_tracker("scale")
+        if self._guide.fresh:
+            self._guide.first_loss(self, outputs)
+        if outputs.numel() == 1:
+            self._losses.append(outputs.detach())
+            if "loss" in self._rule.wants:
+                self._rule.foresee(self, outputs.reshape(()))
+        if scale.device != outputs.device:
+            scale = scale.to(device=outputs.device, non_blocking=True)
+        return outputs * scale
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide this optimizer's gradients by the scale, once, and check them."""
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        record = self._per_optimizer_states[id(optimizer)]
+        if record["stage"] is not OptState.READY:
+            self._refuse_unscale(record, "unscale_")
+        if len(self._per_optimizer_states) > 1:
+            self._refuse_alias(optimizer, record)
+        if "multiplier" in record:
+            self._write_multiplier(optimizer, record)
+            return
+        found = torch.zeros_like(scale)
+        record["found_inf_per_device"] = self._agree(
+            self._unscale_grads_(optimizer, backend.reciprocal(scale), found, False)
+        )
+        record["stage"] = OptState.UNSCALED
+        record["groups"] = optimizer.param_groups
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Unscale if that has not been done, and step if every gradient is finite."""
+        if not self._enabled:
+            result: float | None = optimizer.step(*args, **kwargs)
+            self._report_unscaled(optimizer)
+            return result
+        if "closure" in kwargs or (args and callable(args[0]) and not self._strict):
+            raise words.closure()
+        if torch.compiler.is_compiling():
+            return traced.step(self, optimizer)
+        self._check_scale_growth_tracker("step")
+        record = self._per_optimizer_states[id(optimizer)]
+        if record["stage"] is OptState.STEPPED:
+            raise words.step_twice()
+        if len(self._per_optimizer_states) > 1:
+            self._refuse_alias(optimizer, record)
+        self._guide.before_step(self, optimizer)
+        scale = self._frozen_scale()
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = apply.handed_over(self, optimizer, record, args, kwargs)
+        else:
+            if record["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            if not record["found_inf_per_device"]:
+                self._report(optimizer, record, scale).judged(Verdict.NO_GRADS)
+                raise words.no_gradients(self._guide.why_no_gradients(optimizer))
+            result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
+        record["stage"] = OptState.STEPPED
+        self._report(optimizer, record, scale)
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale; call it once per iteration, after all have stepped."""
+        if not self._enabled:
+            for gate in self._gates:
+                gate.advance()
+            return
+        if torch.compiler.is_compiling():
+            traced.update(self)
+            return
+        self._check_scale_growth_tracker("update")
+        evidence = None
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        else:
+            evidence = self._evidence()
+        try:
+            if evidence is not None:
+                self._rule.move(self, evidence)
+            self._conclude(evidence)
+        finally:
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _evidence(self) -> Evidence:
+        """Put together what all optimizers of this iteration showed."""
+        records = [
+            record
+            for record in self._per_optimizer_states.values()
+            if record["found_inf_per_device"]
+        ]
+        if not records:
+            raise words.nothing_recorded()
+        home = self._home()
+        found = apply.total(
+            [record["found_inf_per_device"] for record in records], home
+        )
+        outcomes = [record.get("finite") for record in records]
+        finite = None if None in outcomes else all(outcomes)
+        if not self._rule.wants:
+            return Evidence(found, finite)
+        return Evidence(found, finite, **apply.largest(records))
+
+    # -- state ----------------------------------------------------------------------
+
+    def _get_growth_tracker(self) -> int:
+        return saved.growth_tracker(self, super()._get_growth_tracker)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state as a plain dict: torch's five entries, and the policy's own.
+
+        With torch's rule it is exactly torch's.  Call it after `update`.
+
+        Example:
+            >>> GradScaler("cpu").state_dict()["scale"]
+            65536.0
+        """
+        if not self._enabled:
+            return {}
+        return {**super().state_dict(), **saved.beyond(self)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this class or of `torch.amp.GradScaler`.
+
+        May be called before or after first use.
+        """
+        if self._enabled and len(state_dict) == 0:
+            message = (
+                "The source state dict is empty, possibly because it was saved from a "
+                "disabled instance of GradScaler. Start this one without loading, or "
+                "save from a run whose scaler was enabled."
+            )
+            raise EmptyStateError(message)
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            saved.load_beyond(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and len(self._per_optimizer_states) != 0:
+            message = (
+                "A GradScaler instance may only be pickled at the beginning of an "
+                "iteration, or at the end after scaler.update(). Between them it holds "
+                "findings about gradients that are not part of it."
+            )
+            raise MidIterationError(message)
+        return saved.pickled(super().__getstate__())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved.unpickled(self, state)

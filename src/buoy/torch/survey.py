@@ -1,0 +1,179 @@
+"""The one look at the gradients: are they finite, how large, and which are not.
+
+Every function takes what `gather` found and returns 0-d tensors on the scale's device;
+nothing is read on the host.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy.torch.gather import Bucket, Gathered, gather, owners
+
+__all__ = [
+    "Survey",
+    "check",
+    "largest",
+    "measure",
+    "offenders",
+    "seen_by_host",
+    "underflow",
+    "unscale",
+]
+
+
+class Survey(NamedTuple):
+    """What the gradients showed.  Numbers are of the scaled gradients."""
+
+    found: torch.Tensor  # float32 []: 1 if any would not be finite after unscaling
+    norm: torch.Tensor | None = None  # float []: of all, exact where finite
+    parts: tuple[torch.Tensor, ...] = ()  # float []: of each, in order of the owners
+    amax: torch.Tensor | None = None  # float32 []: the largest magnitude
+    underflow: torch.Tensor | None = None  # float32 []: see `Seen`
+
+
+_ONE = torch.ones(())
+_LARGE = 8192  # elements per gradient from which on summing beats the amp kernel
+
+
+def seen_by_host(number: torch.Tensor) -> float | None:
+    """Tell a number's value if the host can see it without asking a device.
+
+    Everything below works without: on a device that has to be asked, more is computed
+    instead of deciding.
+    """
+    return backend.peek(number) if backend.in_host_memory(number) else None
+
+
+def _exceeds_one(factor: torch.Tensor) -> bool:
+    """Say whether a factor may be above 1: no only if the host sees that it is not."""
+    seen = seen_by_host(factor)
+    return seen is None or not seen <= 1.0
+
+
+def unscale(
+    buckets: list[Bucket],
+    inverse: dict[torch.device, torch.Tensor],
+    found: dict[torch.device, torch.Tensor],
+    *,
+    check_result: bool,
+) -> None:
+    """Check and unscale in one pass; check again what a scale below 1 made of it."""
+    for device, _, grads in buckets:
+        flag, factor = found[device], inverse[device]
+        backend.check_and_multiply_(grads, flag, factor)
+        if check_result and _exceeds_one(factor):
+            backend.check_and_multiply_(grads, flag, torch.ones_like(factor))
+
+
+def check(
+    gathered: Gathered, inverse: torch.Tensor, *, check_result: bool
+) -> dict[torch.device, torch.Tensor]:
+    """Check without writing, for optimizers that unscale by themselves."""
+    found: dict[torch.device, torch.Tensor] = {}
+    for bucket in gathered.buckets:
+        factor = inverse.to(bucket.device, non_blocking=True)
+        if bucket.device.type != "cpu" or (check_result and _exceeds_one(factor)):
+            flag = backend.nonfinite(backend.amax(bucket.grads) * factor).float()
+        else:
+            flag = _check_on_cpu(bucket)
+        held = found.get(bucket.device)
+        found[bucket.device] = flag if held is None else torch.maximum(held, flag)
+    return found
+
+
+def _check_on_cpu(bucket: Bucket) -> torch.Tensor:
+    _, dtype, grads = bucket
+    flag = torch.zeros((), dtype=torch.float32)
+    plain = dtype is torch.float32 and type(grads[0]) is torch.Tensor
+    if plain and sum(map(_numel, grads)) > _LARGE * len(grads):
+        total = seen_by_host(torch.stack(backend.sums(grads)).sum())
+        if total is not None and math.isfinite(total):
+            return flag
+    backend.check_and_multiply_(grads, flag, _ONE)
+    return flag
+
+
+_numel = torch.Tensor.numel
+
+
+def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
+    """Take the norm of all gradients, and the check from it."""
+    home = inverse.device
+    parts: dict[int, torch.Tensor] = {}
+    totals, sizes = [], []
+    for _, _, grads in gathered.buckets:
+        some = backend.norms(grads, order)
+        total = backend.whole(torch.linalg.vector_norm(torch.stack(some), order))
+        total, biggest = _settled(grads, order, total)
+        totals.append(total.to(home, non_blocking=True))
+        sizes.append(biggest.to(home, non_blocking=True))
+        parts.update(zip(map(id, grads), some, strict=True))
+    norm = totals[0]
+    if len(totals) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(totals), order)
+    found = _overflows(sizes, inverse, [bucket.dtype for bucket in gathered.buckets])
+    ordered = tuple(parts[id(grad)] for grad in gathered.grads)
+    return Survey(found=found, norm=norm, parts=ordered)
+
+
+def _settled(
+    grads: list[torch.Tensor], order: float, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the exact total, and a number that is finite iff all elements are."""
+    if order == math.inf:
+        return total, total
+    seen = seen_by_host(total)
+    if seen is not None:
+        if not math.isfinite(seen):
+            total = backend.whole(backend.exact_norm(grads, order))
+        return total, total
+    biggest = backend.amax(grads)
+    # Without float64 the norm of a finite overflow is bounded from above: such a step
+    # is clipped harder than need be, and is not called non-finite.
+    count = float(sum(grad.numel() for grad in grads))
+    bound = biggest * count ** (1.0 / order if order > 0 else 1.0)
+    return torch.where(backend.nonfinite(total), bound, total), biggest
+
+
+def _overflows(
+    sizes: list[torch.Tensor], inverse: torch.Tensor, dtypes: list[torch.dtype]
+) -> torch.Tensor:
+    """Say whether a size is non-finite, or would be once unscaled.  float32 []."""
+    wide = torch.float64 in dtypes
+    limit = torch.finfo(torch.float64 if wide else torch.float32).max
+    before = torch.stack(sizes) if len(sizes) > 1 else sizes[0]
+    after = torch.maximum(before, before * inverse)
+    return (after <= limit).all().logical_not().float()
+
+
+def largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
+    """Find the largest magnitude, and the check from it."""
+    sizes = [
+        backend.amax(grads).to(inverse.device, non_blocking=True)
+        for _, _, grads in gathered.buckets
+    ]
+    found = _overflows(sizes, inverse, [bucket.dtype for bucket in gathered.buckets])
+    return Survey(found=found, amax=torch.stack(sizes).max())
+
+
+def offenders(optimizer: Any) -> list[torch.Tensor]:
+    """Find the parameters whose gradients are not finite.  Reads on the host.
+
+    Of gradients that ranks share only this rank's part is looked at: who asks may be
+    one rank alone.
+    """
+    grads = gather(optimizer).grads
+    clean = backend.read([torch.isfinite(backend.local(g)).all() for g in grads])
+    return [p for p, fine in zip(owners(optimizer), clean, strict=True) if not fine]
+
+
+def underflow(gathered: Gathered, home: torch.device) -> torch.Tensor:
+    """Tell which share of the nonzero scaled gradients is about to underflow."""
+    shares = [
+        backend.small_share(grads).to(home, non_blocking=True)
+        for _, _, grads in gathered.buckets
+    ]
+    return torch.stack(shares).mean()

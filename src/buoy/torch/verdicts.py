@@ -1,0 +1,100 @@
+"""Why a step was skipped, from facts that cost nothing while nothing happens.
+
+Asked only after a skip.  In order: the gradients of the last skip were never cleared;
+the weights or the optimizer's state are non-finite themselves; the loss was non-finite
+before it was scaled; the loss has been climbing; this batch's loss stands out; and
+else the scale was too high, which is normal.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._core.state import Verdict
+from buoy.torch.gather import parameters_of
+
+__all__ = ["EXPLAINED", "HISTORY", "judge", "poisoned"]
+
+HISTORY = 32  # losses of earlier steps that are kept
+_LEAST = 4  # fewer tell nothing
+_OUTLIER = 8.0  # times the usual loss
+_CLIMB = 4.0  # times the start of the climb
+
+EXPLAINED = {
+    Verdict.APPLIED: "applied",
+    Verdict.SCALE_TOO_HIGH: "the scale was too high: normal, it falls by itself",
+    Verdict.FORWARD_NONFINITE: (
+        "the loss was inf or NaN before it was scaled: no scale can cure that; look at "
+        "the inputs, the labels and the module that first turns non-finite"
+    ),
+    Verdict.POISONED: (
+        "weights or optimizer state are already inf or NaN: go back to a checkpoint"
+    ),
+    Verdict.STALE_GRADS: (
+        "the non-finite gradients of an earlier step were never cleared: call "
+        "`optimizer.zero_grad()` in every iteration, also after a skipped step"
+    ),
+    Verdict.BAD_BATCH: (
+        "this batch's loss stands far out of the others: look at its data"
+    ),
+    Verdict.DIVERGENCE: (
+        "the loss has been climbing for several steps: lower the learning rate or clip"
+    ),
+    Verdict.NO_GRADS: "no parameter had a gradient",
+}
+
+
+def judge(
+    optimizer: Any,
+    losses: Sequence[torch.Tensor],
+    history: Sequence[torch.Tensor],
+    *,
+    stale: bool,
+) -> Verdict:
+    """Name the cause of a skip.  Reads on the host."""
+    if stale:
+        return Verdict.STALE_GRADS
+    if optimizer is not None and poisoned(optimizer):
+        return Verdict.POISONED
+    now = backend.read(list(losses))
+    if any(not math.isfinite(loss) for loss in now):
+        return Verdict.FORWARD_NONFINITE
+    return _by_losses(now, [x for x in backend.read(list(history)) if math.isfinite(x)])
+
+
+def poisoned(optimizer: Any) -> bool:
+    """Say whether a weight or a state tensor is non-finite.  Reads on the host."""
+    held = [param.detach() for param in parameters_of(optimizer)]
+    for state in getattr(optimizer, "state", {}).values():
+        if isinstance(state, dict):
+            held += [value for value in state.values() if torch.is_tensor(value)]
+    flags = [
+        torch.isfinite(value._values() if value.is_sparse else value).all()
+        for value in map(backend.local, held)
+        if value.is_floating_point() or value.is_complex()
+    ]
+    return not all(backend.read(flags))
+
+
+def _by_losses(now: list[float], before: list[float]) -> Verdict:
+    sizes = [abs(loss) for loss in before]
+    if not now or len(sizes) < _LEAST:
+        return Verdict.SCALE_TOO_HIGH
+    latest = max(abs(loss) for loss in now)
+    if _climbs([*sizes, latest]):
+        return Verdict.DIVERGENCE
+    usual = sorted(sizes)[len(sizes) // 2]
+    if latest > _OUTLIER * max(usual, 1e-30):
+        return Verdict.BAD_BATCH
+    return Verdict.SCALE_TOO_HIGH
+
+
+def _climbs(sizes: list[float]) -> bool:
+    """Say whether the last losses rose step by step, and far."""
+    tail = sizes[-_LEAST - 1 :]
+    rising = all(a < b for a, b in pairwise(tail))
+    return rising and tail[-2] > _CLIMB * tail[0]

@@ -1,0 +1,266 @@
+"""Check, unscale and clip are one look and one multiplication."""
+
+import math
+
+import pytest
+import torch
+from nets import OPTIMIZERS, loss_of, net
+
+from buoy.torch import GradScaler, NonfiniteNormError, UnscaleAfterStepError
+
+
+def scaled_gradients(model, scale):
+    """Leave the gradients that a backward pass of a scaled loss would leave."""
+    model.zero_grad()
+    (loss_of(model, 0) * scale).backward()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused sgd", "fused adamw"])
+@pytest.mark.parametrize("order", [2.0, math.inf, 1.0, 3.0])
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_one_pass_equals_unscale_then_torchs_clipping(kind, order, max_norm):
+    """The same norm, and the same weights, as in the documented three calls."""
+    outcomes = []
+    for one_pass in (True, False):
+        model = net()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        scaler = GradScaler("cpu", init_scale=1000.0)
+        norms = []
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            if one_pass:
+                norms.append(scaler.clip_grad_norm_(optimizer, max_norm, order))
+            else:
+                scaler.unscale_(optimizer)
+                norms.append(
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, order)
+                )
+            scaler.step(optimizer)
+            scaler.update()
+        outcomes.append((torch.stack(norms), model))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-5, atol=0.0)
+    for p, q in zip(
+        outcomes[0][1].parameters(), outcomes[1][1].parameters(), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_nothing_is_written_for_optimizers_that_take_grad_scale():
+    """The gradients stay as the backward pass left them until the optimizer's step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    before = [(p.grad, p.grad._version) for p in model.parameters()]
+    scaler.clip_grad_norm_(optimizer, 0.1)
+    assert [(p.grad, p.grad._version) for p in model.parameters()] == before
+
+
+def test_others_have_unscaled_clipped_gradients_after_the_call():
+    """Who reads `.grad` between clipping and stepping sees what will be applied."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 0.01)
+    left = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert norm.item() > 0.01
+    assert left.item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("bad", ["inf", "-inf", "nan"])
+def test_a_non_finite_gradient_skips_and_the_norm_says_so(kind, bad):
+    """The norm is inf or NaN, the weights stay, the scale falls."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(loss_of(model, 0)).backward()
+    model[0].weight.grad[0, 0] = float(bad)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not math.isfinite(norm)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
+    assert scaler.get_scale() == 32768.0
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_sum_of_squares_that_overflows_is_not_called_non_finite(
+    kind, visible, monkeypatch
+):
+    """Gradients of 1e25 are finite though their squares are not, on any device."""
+    if not visible:
+        monkeypatch.setattr("buoy.torch.survey.seen_by_host", lambda number: None)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = OPTIMIZERS[kind]([weight])
+    scaler = GradScaler("cpu", init_scale=2.0**80)
+    scaler.scale(weight.sum()).backward()
+    weight.grad.fill_(1e25)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert norm.item() == pytest.approx(2e25 / 2.0**80, rel=1e-5)
+    assert scaler.last_step.applied
+    assert weight.abs().max().item() == pytest.approx(0.05 * min(0.5, 1e25 / 2.0**80))
+
+
+def test_error_if_nonfinite_is_torchs_error():
+    """Who wants an exception gets one, of torch's type."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    model[0].weight.grad[0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="non-finite") as caught:
+        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    assert isinstance(caught.value, NonfiniteNormError)
+
+
+def test_clipping_after_unscaling_by_hand_does_not_unscale_again():
+    """`unscale_` then our clipping is torch's clipping of unscaled gradients."""
+    model, other = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    loss_of(other, 0).backward()
+    expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    assert scaler.clip_grad_norm_(optimizer, 0.1).item() == pytest.approx(
+        expected.item()
+    )
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+def test_clipping_twice_keeps_the_tighter_bound(kind):
+    """The second call sees what the first left."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    assert scaler.clip_grad_norm_(optimizer, 0.1).item() == pytest.approx(0.5, rel=1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+    moved = torch.cat(
+        [(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)]
+    )
+    assert moved.norm().item() == pytest.approx(0.05 * 0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+def test_unscale_after_clipping_writes_what_was_decided(kind):
+    """With either kind of optimizer the gradients can be had in the end."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.clip_grad_norm_(optimizer, 0.01)
+    if kind == "fused sgd":
+        scaler.unscale_(optimizer)
+    left = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert left.item() == pytest.approx(0.01, rel=1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+def test_clip_by_value(kind):
+    """Every unscaled gradient is clamped; an inf still skips the step."""
+    for bad in (False, True):
+        weight = torch.nn.Parameter(torch.tensor([3.0, 0.25]))
+        optimizer = OPTIMIZERS[kind]([weight])
+        scaler = GradScaler("cpu")
+        scaler.scale((weight**2).sum()).backward()
+        if bad:
+            weight.grad[1] = float("inf")
+        scaler.clip_grad_value_(optimizer, 1.0)
+        assert weight.grad.abs().max() <= 1.0
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step.applied is not bad
+
+
+def test_clipping_after_the_step_is_refused():
+    """Too late to clip: an error says where the call belongs."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
+        with pytest.raises(UnscaleAfterStepError, match="after step"):
+            clip(optimizer, 1.0)
+
+
+def test_no_gradients_have_norm_zero():
+    """As torch's function answers for parameters without gradients."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0))
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+
+
+def test_mixed_dtypes_and_layouts_have_one_norm():
+    """BF16, FP64, complex and sparse gradients count together, and are unscaled."""
+    params = [
+        torch.nn.Parameter(torch.zeros(3)),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
+    ]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(params[0].sum()).backward()
+    for param in params:
+        param.grad = torch.full_like(param, 4.0)
+    params[3].grad = torch.full((3,), 4.0 + 4.0j)
+    norm = scaler.clip_grad_norm_(optimizer, 100.0)
+    assert norm.item() == pytest.approx(math.sqrt(3 + 3 + 3 + 6))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(params[3].detach(), torch.full((3,), -1.0 - 1.0j))
+    assert torch.equal(params[1].detach(), torch.full((3,), -1.0, dtype=torch.bfloat16))
+
+
+def test_half_precision_gradients_do_not_round_the_factor():
+    """A multiplier far below FP16's range still unscales FP16 gradients (fused)."""
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=2.0**30)
+    scaler.scale(torch.ones((), requires_grad=True))
+    weight.grad = torch.full((3,), 2.0**14, dtype=torch.float16)
+    scaler.clip_grad_norm_(optimizer, 2.0**40)
+    scaler.unscale_(optimizer)
+    assert torch.equal(weight.grad, torch.full((3,), 2.0**-16, dtype=torch.float16))
+
+
+def test_an_optimizer_that_takes_the_scaler_gets_clipped_gradients():
+    """The old contract knows nothing of a multiplier: it is written before."""
+
+    class TakesScaler(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            """Step by what `.grad` holds."""
+            self.used = self.param_groups[0]["params"][0].grad.norm().item()
+
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = TakesScaler([weight], lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale((weight**2).sum()).backward()
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(10.0)
+    with pytest.warns(FutureWarning):
+        scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.used == pytest.approx(1.0, rel=1e-4)

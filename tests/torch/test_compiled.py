@@ -1,0 +1,97 @@
+"""A step traces as one graph, and does what the eager one does."""
+
+import pytest
+import torch
+from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
+
+from buoy.torch import DeviceModeError, GradScaler
+
+EVENTS = ["ok", "inf", "ok", "ok", "nan", "ok"]
+
+
+def compiled(scaler, model, optimizer, *, clip, backend="eager"):
+    """Compile both halves of a step, each as one whole graph."""
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def forward(x, y):
+        return scaler.scale(torch.nn.functional.mse_loss(model(x), y))
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def finish():
+        norm = scaler.clip_grad_norm_(optimizer, 0.5) if clip else None
+        scaler.step(optimizer)
+        scaler.update()
+        return norm
+
+    return forward, finish
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "clip", "backend"),
+    [
+        ("sgd", None, True, "eager"),
+        ("sgd", None, False, "aot_eager"),
+        ("momentum", None, True, "aot_eager"),
+        ("adamw", None, False, "eager"),
+        ("adamw", "backoff", True, "eager"),
+        ("adam", "lognormal", True, "eager"),
+    ],
+)
+def test_a_compiled_step_equals_the_eager_one(kind, policy, clip, backend):
+    """Scale, clip, step and update in one graph, overflows included."""
+    torch._dynamo.reset()
+    models = net(), net()
+    made = [OPTIMIZERS[kind](model.parameters()) for model in models]
+    options = {"policy": policy}
+    if policy is None:
+        options = {"init_scale": 64.0, "growth_interval": 2}
+    traced, eager = (
+        GradScaler("cpu", sync="never", **options),
+        GradScaler("cpu", **options),
+    )
+    for three in zip((traced, eager), models, made, strict=True):
+        train(*three, ["ok"])
+    forward, finish = compiled(traced, models[0], made[0], clip=clip, backend=backend)
+    for step, event in enumerate(EVENTS):
+        made[0].zero_grad()
+        forward(*batch(step)).backward()
+        spoil(models[0], event)
+        finish()
+        made[1].zero_grad()
+        eager.scale(loss_of(models[1], step)).backward()
+        spoil(models[1], event)
+        if clip:
+            eager.clip_grad_norm_(made[1], 0.5)
+        eager.step(made[1])
+        eager.update()
+        assert traced._scale.item() == pytest.approx(eager.get_scale(), rel=1e-3)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_plain_sgd_needs_no_step_before_it_is_compiled():
+    """Without state there is nothing that a first step would have to make."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    forward, finish = compiled(scaler, model, optimizer, clip=True)
+    forward(*batch(0)).backward()
+    finish()
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+def test_what_cannot_be_traced_is_refused_with_the_cure(kind):
+    """State that does not exist yet, and kernels that torch does not trace."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    forward, finish = compiled(scaler, model, optimizer, clip=False)
+    forward(*batch(0)).backward()
+    with pytest.raises(
+        (DeviceModeError, torch._dynamo.exc.TorchDynamoException),
+        match=r"fused=False|without torch\.compile",
+    ):
+        finish()

@@ -1,0 +1,350 @@
+"""Each mistake has its own error or one-time warning; a correct loop has none.
+
+Warnings are errors in this suite, so every other test shows the second half.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from nets import OPTIMIZERS, batch, loss_of, net, train
+
+from buoy import BuoyError, CallOrderError, PolicyError
+from buoy.torch import (
+    BeforeScaleError,
+    BuoyWarning,
+    ClosureError,
+    EmptyStateError,
+    FactorError,
+    Fp16GradientsError,
+    GradScaler,
+    LossTypeError,
+    MidIterationError,
+    NewScaleError,
+    NoGradientsError,
+    NothingRecordedError,
+    StepTwiceError,
+    UnknownOptimizerError,
+    UnscaleAfterStepError,
+    UnscaleTwiceError,
+)
+
+
+@pytest.fixture
+def loop():
+    """A scaler, a model and its optimizer, with gradients of a first loss."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    return scaler, model, optimizer
+
+
+def expect(error, builtin, *words):
+    """Expect an error that is ours, is the builtin that torch raises, and says this."""
+    assert issubclass(error, BuoyError)
+    assert issubclass(error, builtin)
+    return pytest.raises(error, match=".*".join(words))
+
+
+def test_methods_before_the_first_scale():
+    """There is no scale to divide by yet."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    for call in (
+        lambda: scaler.step(optimizer),
+        lambda: scaler.unscale_(optimizer),
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        scaler.update,
+    ):
+        with expect(BeforeScaleError, AssertionError, "_scale is None", "scale.loss"):
+            call()
+
+
+def test_step_twice_and_update_missing(loop):
+    """The second step names the missing `update`."""
+    scaler, _, optimizer = loop
+    scaler.step(optimizer)
+    with expect(StepTwiceError, RuntimeError, "already been called", "update"):
+        scaler.step(optimizer)
+
+
+def test_update_without_a_step(loop):
+    """Nothing says which way the scale should move."""
+    with expect(NothingRecordedError, AssertionError, "No inf checks", "step"):
+        loop[0].update()
+
+
+def test_unscale_twice(loop):
+    """Dividing twice would make the gradients far too small."""
+    scaler, _, optimizer = loop
+    scaler.unscale_(optimizer)
+    with expect(UnscaleTwiceError, RuntimeError, "already been called", "once"):
+        scaler.unscale_(optimizer)
+
+
+def test_unscale_after_clipping_in_one_pass(loop):
+    """Our clipping unscales too; doing it again is the same mistake."""
+    scaler, _, optimizer = loop
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    with expect(UnscaleTwiceError, RuntimeError, "already"):
+        scaler.unscale_(optimizer)
+
+
+def test_unscaling_through_a_wrapper_and_stepping_what_it_wraps(loop):
+    """Two objects for one optimizer: torch would divide by the scale twice."""
+    scaler, _, optimizer = loop
+
+    class Wrapper:
+        param_groups = optimizer.param_groups
+
+    scaler.unscale_(Wrapper())
+    for method in (scaler.step, scaler.unscale_):
+        with expect(UnscaleTwiceError, RuntimeError, "another object", "same object"):
+            method(optimizer)
+
+
+def test_unscale_after_step(loop):
+    """Too late."""
+    scaler, _, optimizer = loop
+    scaler.step(optimizer)
+    with expect(UnscaleAfterStepError, RuntimeError, "after step"):
+        scaler.unscale_(optimizer)
+
+
+def test_no_gradients_because_the_loss_was_detached():
+    """The graph ended before it reached a parameter."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    with pytest.warns(BuoyWarning, match="does not require grad"):
+        scaler.scale(loss_of(model, 0).detach())
+    with expect(NoGradientsError, AssertionError, "No inf checks", "detached"):
+        scaler.step(optimizer)
+
+
+def test_no_gradients_because_the_model_was_replaced():
+    """The optimizer holds the parameters of a model that is no longer trained."""
+    old = net()
+    optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+    model = copy.deepcopy(old)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with expect(NoGradientsError, AssertionError, "moved", "Build the optimizer"):
+        scaler.step(optimizer)
+
+
+def test_a_model_moved_after_its_optimizer_was_built_is_noticed():
+    """Even where stale gradients hide it, given the model."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", model=model)
+    old = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64).to(torch.float32)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(old)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.zeros_like(param)
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.warns(BuoyWarning, match="moved"):
+        scaler.step(optimizer)
+
+
+def test_no_gradients_because_nothing_requires_grad():
+    """All parameters of the optimizer are frozen."""
+    model = net()
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD(frozen.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with expect(NoGradientsError, AssertionError, "requires grad"):
+        scaler.step(optimizer)
+
+
+def test_no_gradients_because_backward_was_not_called(loop):
+    """Or because they were cleared too early."""
+    scaler, _, optimizer = loop
+    optimizer.zero_grad()
+    with expect(NoGradientsError, AssertionError, "backward", "zero_grad"):
+        scaler.step(optimizer)
+
+
+def test_no_gradients_with_a_fused_optimizer_is_an_error_at_update():
+    """As in torch: the step does nothing, the update has nothing to go by."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0))
+    scaler.step(optimizer)
+    with expect(NothingRecordedError, AssertionError, "No inf"):
+        scaler.update()
+
+
+@pytest.mark.parametrize("thing", ["sgd", 3, object()])
+def test_what_is_not_an_optimizer(thing, loop):
+    """The scaler would not know whose gradients to check."""
+    with expect(UnknownOptimizerError, AttributeError, "param_groups", "optimizer"):
+        loop[0].step(thing)
+
+
+@pytest.mark.parametrize("loss", [1.5, None, "loss", {"loss": torch.ones(())}])
+def test_a_loss_that_is_no_tensor(loss):
+    """A number, a string, a dict: nothing to run backward through."""
+    with expect(LossTypeError, ValueError, "Tensor", "item"):
+        GradScaler("cpu").scale(loss)
+
+
+def test_a_loss_without_a_graph_is_told_once():
+    """Not at every step, and not where gradients are off on purpose."""
+    scaler = GradScaler("cpu")
+    with torch.no_grad():
+        scaler.scale(torch.ones(()))
+    with pytest.warns(BuoyWarning, match="does not require grad") as caught:
+        scaler.scale(torch.ones(()))
+    assert len(caught) == 1
+    scaler.scale(torch.ones(()))
+
+
+def test_clipping_scaled_gradients_by_hand_is_noticed():
+    """Torch's clipping without `unscale_`: a threshold 65536 times too low."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    with pytest.warns(BuoyWarning, match="clip") as caught:
+        train(
+            scaler,
+            model,
+            optimizer,
+            ["ok"] * 5,
+            before_step=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        )
+    assert len(caught) == 1
+    assert "scaler.clip_grad_norm_" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_scaling_gradients_or_accumulating_is_not_mistaken_for_clipping(
+    set_to_none, micro
+):
+    """Averaging by hand and accumulating leave large gradients: no warning."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for part in range(micro):
+            scaler.scale(loss_of(model, step + part) / micro).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_bf16_needs_no_scaling_and_is_told_once():
+    """BF16 autocast has FP32's range; FP16 autocast is not warned of."""
+    x, y = batch(0)
+    for dtype, told in ((torch.bfloat16, 1), (torch.float16, 0)):
+        model = net()
+        scaler = GradScaler("cpu")
+        with torch.autocast("cpu", dtype):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+        if told:
+            with pytest.warns(BuoyWarning, match="BF16.*not needed"):
+                scaler.scale(loss)
+        scaler.scale(loss)
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_closures_are_refused_both_ways(positional, loop):
+    """Positionally, too, where torch lets LBFGS see scaled gradients."""
+    scaler, _, optimizer = loop
+    with expect(ClosureError, RuntimeError, "Closure", "scale"):
+        if positional:
+            scaler.step(optimizer, lambda: torch.ones(()))
+        else:
+            scaler.step(optimizer, closure=lambda: torch.ones(()))
+
+
+def test_fp16_parameters_are_listed():
+    """How many, which shapes, why not, and what to do."""
+    model = net().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    x, y = batch(0)
+    scaler.scale((model(x.half()) - y.half()).float().pow(2).mean()).backward()
+    with expect(Fp16GradientsError, ValueError, "FP16 gradients", "8x6", "float"):
+        scaler.step(optimizer)
+
+
+def test_copying_between_step_and_update(loop):
+    """Half an iteration cannot be saved."""
+    scaler, _, optimizer = loop
+    scaler.step(optimizer)
+    for copied in (pickle.dumps, copy.deepcopy):
+        with expect(MidIterationError, AssertionError, "beginning"):
+            copied(scaler)
+
+
+def test_an_empty_state_cannot_be_loaded():
+    """It came from a scaler that was off."""
+    with expect(EmptyStateError, RuntimeError, "empty", "disabled"):
+        GradScaler("cpu").load_state_dict({})
+    with pytest.raises(KeyError):
+        GradScaler("cpu").load_state_dict({"scale": 2.0})
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 2.0}],
+)
+def test_factors_that_go_the_wrong_way(factors):
+    """Torch's assertion, with the value; and none when the scaler is off."""
+    with expect(FactorError, AssertionError, "factor must be", "0"):
+        GradScaler("cpu", **factors)
+    assert issubclass(FactorError, PolicyError)
+    GradScaler("cpu", enabled=False, **factors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2), torch.ones(1, requires_grad=True), 0.0, -1.0, float("nan")],
+)
+def test_a_new_scale_that_cannot_be_used(value, loop):
+    """Two numbers, one with a graph, or none that is positive."""
+    with expect(NewScaleError, AssertionError, "new_scale"):
+        loop[0].update(value)
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("way", ["plain", "unscale", "clip", "value", "accumulate"])
+def test_a_correct_loop_is_told_nothing(kind, way):
+    """Warnings are errors here: the documented loops pass without one."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", model=model)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if way == "accumulate":
+            scaler.scale(loss_of(model, step + 50)).backward()
+        if way == "unscale":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if way == "clip":
+            scaler.clip_grad_norm_(optimizer, 0.1)
+        if way == "value":
+            scaler.clip_grad_value_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.last_step.applied
+
+
+def test_order_errors_share_a_class():
+    """One `except` catches every wrong order."""
+    for error in (BeforeScaleError, StepTwiceError, UnscaleTwiceError, ClosureError):
+        assert issubclass(error, CallOrderError)

@@ -1,0 +1,249 @@
+"""No host read where the optimizer takes `found_inf`, one elsewhere, none if asked."""
+
+import pytest
+import torch
+from nets import OPTIMIZERS, loss_of, net, spoil, train
+from no_host_reads import METHODS, HostReadError, no_host_reads
+from torch.overrides import TorchFunctionMode
+
+import buoy
+from buoy.torch import DeviceModeError, GradScaler
+
+FUSED = [kind for kind in OPTIMIZERS if kind.startswith("fused")]
+EVENTS = ["inf", "ok", "ok", "nan", "ok", "ok", "ok", "inf", "ok"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.item(),
+        lambda t: t.tolist(),
+        bool,
+        float,
+        int,
+        lambda t: t.cpu(),
+        lambda t: t.numpy(),
+        lambda t: t.nonzero(),
+        lambda t: torch.equal(t, t),
+        lambda t: [1, 2][t.long()],
+    ],
+)
+def test_the_mode_itself_catches_reads(read):
+    """A proof by a mode that cannot fail would prove nothing."""
+    value = torch.tensor(1.0)
+    with pytest.raises(HostReadError), no_host_reads():
+        read(value)
+    read(value.clone())
+
+
+def run(scaler, model, optimizer, events, *, hidden, clip, allowed=()):
+    """Train in the mode; only the backward pass is outside of it."""
+    scales = []
+    for step, event in enumerate(events):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        with no_host_reads(hidden=hidden):
+            scaled = scaler.scale(loss)
+        scaled.backward()
+        spoil(model, event)
+        with no_host_reads(hidden=hidden, allowed=allowed):
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler._scale.clone())
+    return torch.stack(scales).tolist()
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("clip", [True, False])
+def test_fused_optimizers_never_read(kind, hidden, clip):
+    """From the very first step, and with the results of the asking way."""
+    model, other = net(), net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scales = run(scaler, model, optimizer, EVENTS, hidden=hidden, clip=clip)
+    assert scales == [32.0, 32.0, 64.0, 32.0, 32.0, 64.0, 64.0, 32.0, 32.0]
+    unfused = OPTIMIZERS[kind.removeprefix("fused ")] if kind != "fused adagrad" else (
+        lambda params: torch.optim.Adagrad(params, lr=0.01)
+    )  # fmt: skip
+    second = unfused(other.parameters())
+    plain = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    train(
+        plain,
+        other,
+        second,
+        EVENTS,
+        before_step=lambda: plain.clip_grad_norm_(second, 0.5) if clip else None,
+    )
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("policy", ["backoff", "megatron", "lognormal", "headroom"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_policies_never_read_either(policy, clip):
+    """Whatever a policy wants is measured and used on the device."""
+    events = EVENTS * 2
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler("cpu", policy=policy)
+    scales = run(scaler, model, optimizer, events, hidden=True, clip=clip)
+    other = net()
+    second = torch.optim.AdamW(other.parameters(), lr=0.01)
+    plain = GradScaler("cpu", policy=policy)
+    asked = train(
+        plain,
+        other,
+        second,
+        events,
+        before_step=lambda: plain.clip_grad_norm_(second, 0.5) if clip else None,
+    )
+    assert scales == pytest.approx([scale for scale, _ in asked], rel=1e-3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_other_optimizers_read_exactly_once():
+    """One question per step, as torch has always asked."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for policy in (None, "backoff", "lognormal"):
+        scaler = GradScaler("cpu", policy=policy)
+        train(scaler, model, optimizer, ["ok"] * 4)
+        reads = []
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            with counting(reads):
+                scaler.clip_grad_norm_(optimizer, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        assert len(reads) == 6
+
+
+class counting(TorchFunctionMode):  # noqa: N801
+    """Count the values that are read."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in METHODS:
+            self.reads.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+NEVER = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("kind", list(NEVER))
+def test_never_syncing_equals_asking_bit_for_bit(kind):
+    """Weights, state and step counters, skipped first step included."""
+    models = net(), net()
+    made = [NEVER[kind](model.parameters()) for model in models]
+    scalers = (
+        GradScaler("cpu", init_scale=64.0, growth_interval=2, sync="never"),
+        GradScaler("cpu", init_scale=64.0, growth_interval=2),
+    )
+    results = [
+        train(*three, EVENTS) for three in zip(scalers, models, made, strict=True)
+    ]
+    assert results[0] == results[1]
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+        for name, value in made[1].state[q].items():
+            assert torch.equal(
+                torch.as_tensor(made[0].state[p][name]), torch.as_tensor(value)
+            ), name
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_never_syncing_never_reads(kind, clip):
+    """But for what an optimizer reads of its own counters, which lie on the CPU."""
+    model = net()
+    optimizer = NEVER[kind](model.parameters())
+    scaler = GradScaler("cpu", sync="never")
+    allowed = []
+    if kind == "adamw":
+        train(scaler, model, optimizer, ["ok"])
+        allowed = [state["step"] for state in optimizer.state.values()]
+    run(scaler, model, optimizer, EVENTS, hidden=True, clip=clip, allowed=allowed)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_never_syncing_refuses_what_it_cannot_undo():
+    """An unknown optimizer's first step, and a momentum that starts otherwise."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self, closure=None):
+            """Keep something nobody knows of."""
+
+    model = net()
+    for optimizer, word in (
+        (Own(model.parameters()), "Own"),
+        (
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
+            "dampening",
+        ),
+    ):
+        scaler = GradScaler("cpu", sync="never")
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(DeviceModeError, match=word):
+            scaler.step(optimizer)
+
+
+def test_the_last_step_waits_only_when_read():
+    """Making it reads nothing; each field reads when looked at."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    run(scaler, model, optimizer, ["ok", "inf"], hidden=True, clip=True)
+    last = scaler.last_step
+    with pytest.raises(HostReadError), no_host_reads():
+        assert last.applied is not None
+    assert not last.applied
+    assert (last.scale, last.next_scale) == (64.0, 32.0)
+    assert last.offenders == ("param_groups[0]['params'][3] (3)",)
+    assert last.verdict == "scale_too_high"
+    assert isinstance(last.found, torch.Tensor)
+
+
+def test_stuck_is_heard_late_but_heard():
+    """On a device that is never asked the alarm comes with the mail."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("buoy.torch.survey.seen_by_host", lambda number: None)
+        train(scaler, model, optimizer, ["inf"] * 12)
+    assert len(alarms) == 1
+    assert alarms[0].skipped >= 4
+
+
+def test_a_policy_object_is_taken_as_it_is():
+    """`scaler.policy` is what was given, or torch's rule written as a policy."""
+    given = buoy.Backoff(init_scale=8.0)
+    assert GradScaler("cpu", policy=given).policy is given
+    own = GradScaler("cpu", init_scale=8.0, growth_interval=7).policy
+    assert (own.init_scale, own.growth_interval, own.min_scale) == (8.0, 7, 2.0**-24)

@@ -1,0 +1,114 @@
+"""Any policy in the scaler's place: the same scales as the rule on plain numbers."""
+
+import math
+
+import pytest
+import torch
+from nets import OPTIMIZERS, loss_of, net, spoil, train
+
+import buoy
+from buoy import Seen
+from buoy.torch import GradScaler
+
+EVENTS = (["ok"] * 5 + ["inf", "ok", "ok", "nan", "nan"]) * 4
+
+
+def amax_of(model):
+    """Find the largest scaled gradient."""
+    return max(p.grad.abs().max().item() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["backoff", "megatron", "deepspeed", "keras", "static", "none"]
+)
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+@pytest.mark.parametrize("visible", [True, False])
+def test_the_scale_follows_the_policy(name, kind, visible, monkeypatch):
+    """Host mode, device mode, any optimizer: the plain run decides."""
+    if not visible:
+        monkeypatch.setattr("buoy.torch.survey.seen_by_host", lambda number: None)
+    policy = buoy.policy(name)
+    state = policy.init()
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", policy=name)
+    for step, event in enumerate(EVENTS):
+        optimizer.zero_grad()
+        assert scaler.get_scale() == state.scale
+        scaler.scale(loss_of(model, step)).backward()
+        spoil(model, event)
+        scaler.step(optimizer)
+        scaler.update()
+        state = policy.update(state, Seen(finite=event == "ok"))
+    assert scaler.last_step.next_scale == state.scale
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_policy_that_wants_it_gets_the_largest_gradient(kind, clip):
+    """`amax_log2` is that of the scaled gradients."""
+    policy = buoy.LogNormal(deviations=1.0)
+    state = policy.init()
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", policy=policy)
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        largest = math.log2(amax_of(model))
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        state = policy.update(state, Seen(finite=True, amax_log2=largest))
+        assert scaler.get_scale() == pytest.approx(state.scale, rel=1e-4)
+
+
+def test_a_policy_by_name_takes_torchs_arguments():
+    """Arguments that differ from torch's defaults are the policy's, if it has them."""
+    scaler = GradScaler("cpu", init_scale=8.0, policy="backoff", max_scale=16.0)
+    assert (scaler.policy.init_scale, scaler.policy.max_scale) == (8.0, 16.0)
+    assert scaler.get_scale() == 8.0
+    with pytest.raises(buoy.PolicyError, match="growth_factor"):
+        GradScaler("cpu", growth_factor=3.0, policy="none")
+    with pytest.raises(buoy.UnknownPolicyError, match="backoff"):
+        GradScaler("cpu", policy="backof")
+
+
+def test_a_policy_that_gives_up_raises_from_update():
+    """DeepSpeed stops at its floor; after catching that the loop can go on."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = buoy.Backoff(
+        init_scale=4.0, min_scale=1.0, quirks=buoy.Quirks(stop_at_floor=True)
+    )
+    scaler = GradScaler("cpu", policy=policy)
+    with pytest.raises(buoy.ScaleCollapsedError):
+        train(scaler, model, optimizer, ["inf"] * 9)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("growth", [2.0, 1.7])
+@pytest.mark.parametrize("backoff", [0.5, 0.3])
+def test_torchs_rule_written_as_a_policy_equals_its_kernel(growth, backoff):
+    """`scaler.policy` replays to the very scales that the scaler took."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(
+        "cpu", init_scale=100.0, growth_factor=growth, backoff_factor=backoff,
+        growth_interval=3, max_scale=300.0, min_scale=2.0,
+    )  # fmt: skip
+    policy = scaler.policy
+    state = policy.init()
+    for step, event in enumerate(EVENTS + ["inf"] * 9 + ["ok"] * 30):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        spoil(model, event)
+        scaler.step(optimizer)
+        scaler.update()
+        state = policy.update(state, Seen(finite=event == "ok"))
+        assert scaler.get_scale() == state.scale

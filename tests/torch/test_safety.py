@@ -1,0 +1,358 @@
+"""Non-finite values never reach the weights, and the scale never leaves its bounds."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from nets import OPTIMIZERS, loss_of, net, spoil, train
+
+from buoy.torch import (
+    GradScaler,
+    OptimizerInBackwardError,
+    OptionError,
+    Stuck,
+    StuckError,
+    StuckWarning,
+)
+
+HIDDEN = pytest.mark.parametrize("visible", [True, False])
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """Make the CPU behave like a device whose memory the host cannot see."""
+    return lambda: monkeypatch.setattr(
+        "buoy.torch.survey.seen_by_host", lambda number: None
+    )
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@HIDDEN
+def test_a_permanent_nan_never_damages_anything(kind, visible, hide):
+    """200 NaN losses: the scale stays above 0, the weights stay, then on."""
+    if not visible:
+        hide()
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append)
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in range(200):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step) * float("nan")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**-24
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
+    assert len(alarms) == 1
+    assert alarms[0].verdict == "forward_nonfinite"
+    train(scaler, model, optimizer, ["ok", "ok"])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd", "fused adamw"])
+@pytest.mark.parametrize("way", ["step", "unscale", "clip"])
+@HIDDEN
+def test_overflow_made_by_unscaling_is_found(kind, way, visible, hide):
+    """A scale so small that 1/scale overflows a finite gradient skips the step."""
+    if not visible:
+        hide()
+    for scale, grad in ((2.0**-20, 1e35), (1e-39, 1.0), (1e-39, 0.0)):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = OPTIMIZERS[kind]([weight])
+        scaler = GradScaler("cpu", init_scale=scale)
+        scaler.scale(weight.sum()).backward()
+        weight.grad.fill_(grad)
+        if way == "unscale":
+            scaler.unscale_(optimizer)
+        elif way == "clip":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not scaler.last_step.applied
+        assert torch.equal(weight.detach(), torch.ones(3))
+
+
+def test_strict_torch_restores_the_letter():
+    """Torch's floorless scale, and the weights it destroys, for who wants them."""
+    stock = torch.amp.GradScaler("cpu", backoff_factor=1e-3)
+    strict = GradScaler("cpu", backoff_factor=1e-3, strict_torch=True)
+    for scaler in (stock, strict):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = train(scaler, model, optimizer, ["inf"] * 20 + ["ok"])
+        assert seen[-1][0] == 0.0
+        assert not torch.isfinite(model[0].weight).all()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(OPTIMIZERS)),
+    events=st.lists(st.sampled_from(["ok", "inf", "-inf", "nan"]), max_size=30),
+    backoff=st.sampled_from([0.5, 0.01, 0.9]),
+    interval=st.integers(1, 3),
+    clip=st.booleans(),
+)
+def test_any_sequence_of_events_leaves_all_finite_and_within_bounds(
+    kind, events, backoff, interval, clip
+):
+    """Weights, state and scale stay finite; each step has exactly one verdict."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler(
+        "cpu",
+        init_scale=8.0,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        min_scale=2.0**-4,
+        max_scale=64.0,
+    )
+    for step, event in enumerate(events):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        spoil(model, event)
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert 2.0**-4 <= scaler.get_scale() <= 64.0
+        assert scaler.last_step.applied == (event == "ok")
+        assert (scaler.last_step.verdict == "applied") == (event == "ok")
+    for p in model.parameters():
+        assert torch.isfinite(p).all()
+        for value in optimizer.state[p].values():
+            assert torch.isfinite(torch.as_tensor(value)).all()
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@HIDDEN
+def test_a_run_with_overflows_ends_like_one_without_those_batches(kind, visible, hide):
+    """A skipped step leaves no trace but in the scaler."""
+    if not visible:
+        hide()
+    events = ["inf", "ok", "nan", "ok", "ok", "inf", "inf", "ok"]
+    with_bad, without = net(), net()
+    first = OPTIMIZERS[kind](with_bad.parameters())
+    second = OPTIMIZERS[kind](without.parameters())
+    scaler = GradScaler("cpu", init_scale=64.0)
+    plain = GradScaler("cpu", init_scale=64.0)
+    for step, event in enumerate(events):
+        train(scaler, with_bad, first, [event], start=step)
+        if event == "ok":
+            train(plain, without, second, [event], start=step)
+    for p, q in zip(with_bad.parameters(), without.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for name, value in second.state[q].items():
+            assert torch.equal(first.state[p][name], value), name
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_fused_sgd_survives_an_overflow_on_its_first_step(dampening, nesterov):
+    """Momentum never comes from uninitialised memory; it equals the unfused run."""
+    if nesterov and dampening:
+        pytest.skip("torch does not allow it")
+    results = []
+    for fused in (True, False):
+        model = net()
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=0.05,
+            momentum=0.9,
+            dampening=dampening,
+            nesterov=nesterov,
+            weight_decay=0.01,
+            fused=fused,
+        )
+        scaler = GradScaler("cpu", init_scale=64.0)
+        train(scaler, model, optimizer, ["inf", "nan", "ok", "ok", "inf", "ok"])
+        results.append(model)
+    for p, q in zip(results[0].parameters(), results[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_sgd_with_momentum_learns_through_a_natural_warm_up(fused):
+    """FP16 autocast, the default scale, and the overflows that this brings."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused)
+    scaler = GradScaler("cpu")
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 6, generator=source) * 4
+    y = torch.randn(16, 3, generator=source) * 40
+    losses, skipped = [], 0
+    for _ in range(30):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(x) - y).pow(2).sum(1).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.last_step.skipped
+        losses.append(loss.item())
+    assert skipped > 0
+    assert losses[-1] < losses[0]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def per_parameter_optimizers(model):
+    """Step each parameter in a hook, as PyTorch's tutorial shows."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+
+
+class Trainer:
+    """Keeps its optimizer in an attribute that the hook reaches."""
+
+    def __init__(self, model):
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self.hook)
+
+    def hook(self, param):
+        """Step in the backward pass."""
+        self.optimizer.step()
+
+
+class Hook:
+    """An object that is called and steps."""
+
+    def __init__(self, model):
+        self.optimizers = {"all": torch.optim.SGD(model.parameters(), lr=0.1)}
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, param):
+        """Step in the backward pass."""
+        self.optimizers["all"].step()
+
+
+@pytest.mark.parametrize("install", [per_parameter_optimizers, Trainer, Hook])
+def test_an_optimizer_in_the_backward_pass_is_refused_before_it_runs(install):
+    """No partial update: the error comes from `scale`, before `backward`."""
+    model = net()
+    install(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = GradScaler("cpu", model=model)
+    with pytest.raises(
+        OptimizerInBackwardError, match=r"0\.weight.*scaler\.step"
+    ) as error:
+        scaler.scale(loss_of(model, 0)).backward()
+    assert isinstance(error.value, RuntimeError)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
+
+
+def test_hooks_installed_later_are_found_when_the_optimizer_steps():
+    """The second place to look is an optimizer's first step."""
+    model = net()
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    per_parameter_optimizers(model)
+    with pytest.raises(OptimizerInBackwardError):
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_harmless_gradient_hooks_are_left_alone():
+    """Hooks that do not step an optimizer are nobody's business."""
+    model = net()
+    seen = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(GradScaler("cpu"), model, optimizer, ["ok", "ok"])
+    assert len(seen) == 8
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"min_scale": 0.0},
+        {"min_scale": -1.0},
+        {"max_scale": math.inf},
+        {"min_scale": 4.0, "max_scale": 2.0},
+        {"max_scale": 2.0},
+        {"min_scale": 2.0**20},
+    ],
+)
+def test_bounds_that_cannot_hold_are_refused(bounds):
+    """Not positive, not finite, crossed, or with the start outside of them."""
+    with pytest.raises(OptionError):
+        GradScaler("cpu", **bounds)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e39])
+def test_a_start_that_cannot_work_is_refused(value):
+    """Torch takes them and then writes NaN into the weights."""
+    with pytest.raises(OptionError, match="init_scale"):
+        GradScaler("cpu", init_scale=value)
+
+
+def test_stuck_fires_once_per_episode():
+    """A second alarm comes only after training has recovered in between."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alarms: list[Stuck] = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=5, model=model)
+    train(scaler, model, optimizer, ["inf"] * 30)
+    assert len(alarms) == 1
+    assert "5 steps in a row" in str(alarms[0])
+    assert "2.bias" in str(alarms[0])
+    train(scaler, model, optimizer, ["ok"] * 25 + ["inf"] * 4)
+    assert len(alarms) == 1
+    train(scaler, model, optimizer, ["inf"])
+    assert len(alarms) == 2
+
+
+def test_stuck_also_means_a_large_share_of_skips():
+    """Two of three steps lost for long is no better than a row."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alarms: list[Stuck] = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=6)
+    train(scaler, model, optimizer, ["inf", "inf", "ok"] * 10)
+    assert len(alarms) == 1
+    assert "of the last 24 steps" in str(alarms[0])
+
+
+def test_stuck_warns_by_default():
+    """One warning, with the verdict in words."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", patience=3)
+    with pytest.warns(StuckWarning, match="scale_too_high") as caught:
+        train(scaler, model, optimizer, ["inf"] * 10)
+    assert len(caught) == 1
+
+
+def test_stuck_raises_if_asked_and_can_be_survived():
+    """After catching the error the loop goes on where it was."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", patience=3, on_stuck="raise")
+    with pytest.raises(StuckError, match="3 steps in a row") as caught:
+        train(scaler, model, optimizer, ["inf"] * 10)
+    assert isinstance(caught.value, ArithmeticError)
+    assert caught.value.verdict == "scale_too_high"
+    assert train(scaler, model, optimizer, ["ok"]) == [(8192.0, 1)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_stuck": "shout"}, {"patience": 0}, {"sync": "x"}]
+)
+def test_bad_options_are_refused_by_name(options):
+    """The message has the option, the value and what is accepted."""
+    with pytest.raises(OptionError, match=next(iter(options))):
+        GradScaler("cpu", **options)

@@ -1,0 +1,218 @@
+"""What became of a step: `last_step`, gates, and the names of culprits."""
+
+import math
+
+import pytest
+import torch
+from nets import OPTIMIZERS, loss_of, net, spoil, train
+
+from buoy import Step, Verdict
+from buoy.torch import GradScaler, OptionError
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_last_step_tells_applied_scale_and_next_scale(kind):
+    """Right for optimizers that skip by themselves, too."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    assert scaler.last_step is None
+    seen = []
+    for event in ("ok", "ok", "inf", "ok"):
+        train(scaler, model, optimizer, [event])
+        last = scaler.last_step
+        seen.append((last.applied, last.scale, last.next_scale, last.verdict.value))
+    assert seen == [
+        (True, 64.0, 64.0, "applied"),
+        (True, 64.0, 128.0, "applied"),
+        (False, 128.0, 64.0, "scale_too_high"),
+        (True, 64.0, 64.0, "applied"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_last_step_has_the_unscaled_norm(kind, clip):
+    """Whether it was measured for clipping or is looked up afterwards."""
+    model, other = net(), net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", init_scale=64.0)
+    loss_of(other, 0).backward()
+    expected = torch.cat([p.grad.flatten() for p in other.parameters()]).norm().item()
+    scaler.scale(loss_of(model, 0)).backward()
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 0.001)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_read_gives_the_plain_record():
+    """`read()` is the core's `Step`, with nothing left on the device."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    train(scaler, model, optimizer, ["inf"])
+    record = scaler.last_step.read()
+    assert isinstance(record, Step)
+    assert (record.applied, record.scale, record.next_scale) == (
+        False,
+        65536.0,
+        32768.0,
+    )
+    assert not math.isfinite(record.norm)
+    assert "SCALE_TOO_HIGH" in repr(scaler.last_step)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("which", range(4))
+def test_offenders_are_named(kind, clip, which):
+    """Exactly the parameters with a non-finite gradient, by their names."""
+    model = net()
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", model=model)
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(model, "inf", which)
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.offenders == (names[which],)
+    assert scaler.last_step.groups == (0,)
+
+
+def test_offenders_are_named_by_optimizer_when_no_model_is_given():
+    """Names that the optimizer was built with, or else the place in its groups."""
+    model = net()
+    for given, expected in (
+        (model.named_parameters(), "0.weight"),
+        (model.parameters(), "param_groups[0]['params'][0] (8x6)"),
+    ):
+        optimizer = torch.optim.SGD(given, lr=0.1)
+        scaler = GradScaler("cpu")
+        scaler.scale(loss_of(model, 0)).backward()
+        spoil(model, "nan", 0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step.offenders == (expected,)
+        optimizer.zero_grad()
+    scaler = GradScaler("cpu", named_parameters=[("my.weight", model[0].weight)])
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(model, "nan", 0)
+    scaler.step(optimizer)
+    assert scaler.last_step.offenders == ("my.weight",)
+
+
+def test_a_later_step_does_not_change_what_an_earlier_one_says():
+    """A report kept by the user stays what it was."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", model=model)
+    train(scaler, model, optimizer, ["inf"])
+    kept = scaler.last_step
+    train(scaler, model, optimizer, ["ok"])
+    assert (kept.applied, kept.offenders) == (False, ("2.bias",))
+    assert scaler.last_step.applied
+
+
+def test_each_optimizer_has_its_own_last_step():
+    """`last_step_of` tells them apart."""
+    models = [net(1), net(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    scaler = GradScaler("cpu")
+    for model in models:
+        scaler.scale(loss_of(model, 0)).backward()
+    spoil(models[0], "inf")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [scaler.last_step_of(o).applied for o in optimizers] == [False, True]
+    assert scaler.last_step is scaler.last_step_of(optimizers[1])
+    assert scaler.last_step_of(object()) is None
+
+
+class Ema:
+    """Counts its updates."""
+
+    def __init__(self):
+        self.updates = 0
+
+    def update(self):
+        """Count one."""
+        self.updates += 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+def test_gates_advance_only_for_applied_steps(kind):
+    """A scheduler, an average, a callable and a counter after 3 of 5 steps."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    ema, calls, attempts = Ema(), [], []
+    scaler.gate(scheduler, ema, lambda: calls.append(1))
+    scaler.gate(lambda: attempts.append(1), advance_on="attempted")
+    start = optimizer.param_groups[0]["lr"]
+    train(scaler, model, optimizer, ["ok", "inf", "ok", "nan", "ok"])
+    assert optimizer.param_groups[0]["lr"] == start * 0.5**3
+    assert (ema.updates, len(calls), len(attempts)) == (3, 3, 5)
+
+
+def test_gates_follow_their_own_optimizer():
+    """A scheduler of one optimizer does not wait for the other's steps."""
+    models = [net(1), net(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers
+    ]
+    scaler = GradScaler("cpu")
+    both, mine = [], []
+    scaler.gate(*schedulers, lambda: both.append(1))
+    scaler.gate(lambda: mine.append(1), optimizer=optimizers[1])
+    for model in models:
+        scaler.scale(loss_of(model, 0)).backward()
+    spoil(models[0], "inf")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [o.param_groups[0]["lr"] for o in optimizers] == [1.0, 0.5]
+    assert (both, mine) == ([], [1])
+
+
+def test_a_disabled_scaler_tells_of_applied_steps():
+    """A loop that asks `last_step.applied` runs with scaling off, too."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    record = scaler.last_step.read()
+    assert (record.applied, record.scale, record.next_scale) == (True, 1.0, 1.0)
+    assert record.norm > 0.0
+
+
+def test_gates_of_a_disabled_scaler_always_advance():
+    """Without scaling every step is applied."""
+    calls = []
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.gate(lambda: calls.append(1))
+    scaler.update()
+    assert calls == [1]
+
+
+def test_what_cannot_be_gated_is_refused():
+    """A module, a dict or a number has no step to take; a bad option is named."""
+    scaler = GradScaler("cpu")
+    for thing in (torch.nn.Linear(1, 1), {"steps": 0}, 3):
+        with pytest.raises(OptionError, match="cannot be gated"):
+            scaler.gate(thing)
+    with pytest.raises(OptionError, match="'attempted'"):
+        scaler.gate(print, advance_on="always")
+
+
+def test_verdict_is_a_string_too():
+    """Logs and dashboards get a plain word."""
+    assert Verdict.SCALE_TOO_HIGH == "scale_too_high"

@@ -1,0 +1,179 @@
+"""Each verdict, forced with a small network; and the log, one line per episode."""
+
+import logging
+
+import pytest
+import torch
+from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
+
+from buoy import Verdict
+from buoy.torch import GradScaler, NoGradientsError
+
+KINDS = pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+
+
+def started(kind, **options):
+    """A network some clean steps into its training."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", model=model, **options)
+    train(scaler, model, optimizer, ["ok"] * 8)
+    return scaler, model, optimizer
+
+
+@KINDS
+def test_scale_too_high(kind):
+    """FP16 autocast with a scale beyond its range: normal, and named so."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    x, y = batch(0)
+    with torch.autocast("cpu", torch.float16):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.verdict is Verdict.SCALE_TOO_HIGH
+
+
+@KINDS
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_forward_nonfinite(kind, value):
+    """The loss is already non-finite: no scale can help."""
+    scaler, model, optimizer = started(kind)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 9) * float(value)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.verdict is Verdict.FORWARD_NONFINITE
+
+
+@KINDS
+def test_poisoned_weights(kind):
+    """A weight is NaN already: everything after it must be."""
+    scaler, model, optimizer = started(kind)
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    train(scaler, model, optimizer, ["ok"])
+    assert scaler.last_step.verdict is Verdict.POISONED
+
+
+@KINDS
+def test_poisoned_state(kind):
+    """An optimizer's moment is inf already, though the weights look fine."""
+    scaler, model, optimizer = started(kind)
+    optimizer.state[model[0].weight]["exp_avg"][0, 0] = float("inf")
+    train(scaler, model, optimizer, ["inf"])
+    assert scaler.last_step.verdict is Verdict.POISONED
+
+
+@KINDS
+@pytest.mark.parametrize("set_to_none", [True, False, None])
+def test_stale_grads(kind, set_to_none):
+    """Gradients that are never cleared stay non-finite; cleared ones are not blamed."""
+    scaler, model, optimizer = started(kind)
+    for _ in range(2):
+        if set_to_none is not None:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        scaler.scale(loss_of(model, 9)).backward()
+        if set_to_none is not None or scaler.last_step.applied:
+            spoil(model, "inf")
+        scaler.step(optimizer)
+        scaler.update()
+    expected = Verdict.STALE_GRADS if set_to_none is None else Verdict.SCALE_TOO_HIGH
+    assert scaler.last_step.verdict is expected
+
+
+@KINDS
+def test_bad_batch(kind):
+    """One batch whose loss stands out by orders of magnitude."""
+    scaler, model, optimizer = started(kind)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 9) * 1e6).backward()
+    spoil(model, "inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.verdict is Verdict.BAD_BATCH
+
+
+@KINDS
+def test_divergence(kind):
+    """The loss climbs and climbs until the gradients overflow."""
+    scaler, model, optimizer = started(kind)
+    for factor in (2.0, 5.0, 20.0, 80.0, 400.0):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 9) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 9) * 5000.0).backward()
+    spoil(model, "inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.verdict is Verdict.DIVERGENCE
+
+
+def test_no_grads():
+    """Nothing to step by: torch's exception, and a verdict."""
+    scaler, model, optimizer = started("adamw")
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 9))
+    with pytest.raises(NoGradientsError):
+        scaler.step(optimizer)
+    assert scaler.last_step.verdict is Verdict.NO_GRADS
+    assert not scaler.last_step.applied
+
+
+def test_every_verdict_is_explained():
+    """The words exist for all of them."""
+    from buoy.torch.verdicts import EXPLAINED
+
+    assert set(EXPLAINED) == set(Verdict)
+
+
+@KINDS
+def test_one_line_for_the_warm_up(kind, caplog):
+    """Seven lost steps at the start are one line, and called normal."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    with caplog.at_level(logging.INFO, "buoy.torch"):
+        train(scaler, model, optimizer, ["inf"] * 7 + ["ok"] * 30)
+    assert [record.getMessage() for record in caplog.records] == [
+        "warm-up: 7 skipped, settled at 2^9: normal"
+    ]
+    assert caplog.records[0].levelno == logging.INFO
+
+
+def test_one_line_per_episode_and_never_one_per_step(caplog):
+    """Skips that keep coming add up into few lines."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", on_stuck=lambda stuck: None)
+    with caplog.at_level(logging.INFO, "buoy.torch"):
+        train(scaler, model, optimizer, ["ok"] * 5 + ["inf", "ok"] * 100)
+    assert 1 <= len(caplog.records) <= 12
+    told = [r.getMessage() for r in caplog.records]
+    assert all(line.startswith("overflow") for line in told)
+
+
+def test_an_abnormal_episode_is_a_warning_with_the_reason(caplog):
+    """A loss that was NaN is told louder, and why."""
+    scaler, model, optimizer = started("adamw")
+    with caplog.at_level(logging.INFO, "buoy.torch"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, 9) * float("nan")).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        train(scaler, model, optimizer, ["ok"])
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "before it was scaled" in caplog.records[0].getMessage()
+
+
+def test_a_clean_run_says_nothing(caplog):
+    """No skip, no line."""
+    with caplog.at_level(logging.DEBUG, "buoy"):
+        started("adamw")
+    assert caplog.records == []
