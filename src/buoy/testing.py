@@ -128,9 +128,12 @@ def _check_histories(policy: Any, examples: int) -> None:
         with suppress(ScaleCollapsedError):  # giving up, in words, is allowed
             _walk(policy, history)
 
-    settings(max_examples=examples, deadline=None, database=None)(
-        given(histories)(run)
-    )()
+    settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+    )(given(histories)(run))()
 
 
 def _walk(policy: Any, history: list[Event]) -> None:

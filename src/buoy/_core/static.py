@@ -17,8 +17,38 @@ class StaticState:
     scale: Scalar  # float32 []
 
 
+class _Still:
+    """What both share: nothing is measured, and nothing moves."""
+
+    __slots__ = ()
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Nothing: the scale does not move."""
+        return frozenset()
+
+    @property
+    def precision(self) -> Precision:
+        """float32 is enough for one number."""
+        return "float32"
+
+    def foresee(
+        self, state: StaticState, loss: Scalar, *, ops: Ops | None = None
+    ) -> StaticState:
+        """Look away: the scale does not depend on the loss."""
+        del loss, ops
+        return state
+
+    def update(
+        self, state: StaticState, seen: Seen, *, ops: Ops | None = None
+    ) -> StaticState:
+        """Return the state as it was."""
+        del seen, ops
+        return state
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Static:
+class Static(_Still):
     """Keep one scale for ever; skip the steps that overflow.
 
     Find a good value with `buoy tune`.
@@ -37,34 +67,10 @@ class Static:
         number(self, "init_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
         boolean(self, "skip")
 
-    @property
-    def wants(self) -> frozenset[str]:
-        """Nothing: the scale does not move."""
-        return frozenset()
-
-    @property
-    def precision(self) -> Precision:
-        """float32 is enough for one number."""
-        return "float32"
-
     def init(self) -> StaticState:
         """Start at the scale that will stay."""
         know_backends()
         return StaticState(scale=float(self.init_scale))
-
-    def foresee(
-        self, state: StaticState, loss: Scalar, *, ops: Ops | None = None
-    ) -> StaticState:
-        """Look away: the scale does not depend on the loss."""
-        del loss, ops
-        return state
-
-    def update(
-        self, state: StaticState, seen: Seen, *, ops: Ops | None = None
-    ) -> StaticState:
-        """Return the state as it was."""
-        del seen, ops
-        return state
 
     def applies(self, seen: Seen) -> Scalar:
         """Apply finite steps, or all of them where skipping is off."""
@@ -72,7 +78,7 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoScaling:
+class NoScaling(_Still):
     """Scale by 1: for BF16 and FP32, so that a training loop needs no `if`.
 
     Non-finite steps are still skipped.
@@ -82,34 +88,10 @@ class NoScaling:
         1.0
     """
 
-    @property
-    def wants(self) -> frozenset[str]:
-        """Nothing: the scale does not move."""
-        return frozenset()
-
-    @property
-    def precision(self) -> Precision:
-        """float32 is enough for one number."""
-        return "float32"
-
     def init(self) -> StaticState:
         """Start at 1 and stay there."""
         know_backends()
         return StaticState(scale=1.0)
-
-    def foresee(
-        self, state: StaticState, loss: Scalar, *, ops: Ops | None = None
-    ) -> StaticState:
-        """Look away: there is nothing to lower."""
-        del loss, ops
-        return state
-
-    def update(
-        self, state: StaticState, seen: Seen, *, ops: Ops | None = None
-    ) -> StaticState:
-        """Return the state as it was."""
-        del seen, ops
-        return state
 
     def applies(self, seen: Seen) -> Scalar:
         """Apply finite steps only."""

@@ -1,5 +1,7 @@
 """Scalers of Keras, TensorFlow, Paddle, MindSpore, MXNet, Chainer, NNabla."""
 
+from dataclasses import replace
+
 from buoy._core.backoff import Backoff
 from buoy._core.lognormal import LogNormal
 from buoy._core.policy import Policy
@@ -95,7 +97,7 @@ def paddle(
     decr_ratio: float = 0.5,
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
-) -> Policy:
+) -> Backoff:
     """Shrink at every n-th overflow in a row; no bounds.
 
     Bug of the peer: 0 and inf are reached, and stay.
@@ -120,16 +122,15 @@ def paddle_op(
     decr_every_n_nan_or_inf: int = 2,
 ) -> Policy:
     """Follow Paddle's rule between 1 and the float32 maximum."""
-    return Backoff(
-        init_scale=init_loss_scaling,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        growth_interval=incr_every_n_steps,
-        min_scale=1.0,
-        max_scale=FLOAT32_MAX,
-        hysteresis=decr_every_n_nan_or_inf,
-        hysteresis_refill="clean_or_change",
-        quirks=Quirks(at_max="keep"),
+    rule = paddle(
+        init_loss_scaling,
+        incr_ratio,
+        decr_ratio,
+        incr_every_n_steps,
+        decr_every_n_nan_or_inf,
+    )
+    return replace(
+        rule, min_scale=1.0, max_scale=FLOAT32_MAX, quirks=Quirks(at_max="keep")
     )
 
 

@@ -1,5 +1,6 @@
 """Scalers of the PyTorch world."""
 
+from dataclasses import replace
 from math import inf
 
 from buoy._core.backoff import Backoff
@@ -18,7 +19,7 @@ def torch(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-) -> Policy:
+) -> Backoff:
     """Grow after 2000 clean steps, halve on overflow; no floor.
 
     Bug of the peer: without a floor the scale reaches 0, and 1/0 then writes NaN into
@@ -40,18 +41,13 @@ def fsdp(
     backoff_factor: float = 0.5,
     growth_factor: float = 2.0,
     growth_interval: int = 2000,
-) -> Policy:
+) -> Backoff:
     """Follow torch's rule in float32, with neither floor nor ceiling.
 
     Bug of the peer: on a CPU the scale grows to inf and stays there.
     """
-    return Backoff(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        quirks=_SHARDED,
-    )
+    rule = torch(init_scale, growth_factor, backoff_factor, growth_interval)
+    return replace(rule, quirks=_SHARDED)
 
 
 @preset("fairscale.optim.grad_scaler.ShardedGradScaler 0.4.13, on a CPU")
@@ -135,16 +131,8 @@ def nemo(
     hysteresis: int = 1,
 ) -> Policy:
     """Follow torch's rule, but forgive overflows until `hysteresis` come in a row."""
-    return Backoff(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        max_scale=FLOAT32_MAX,
-        hysteresis=hysteresis,
-        hysteresis_refill="clean",
-        quirks=_TORCH,
-    )
+    rule = torch(init_scale, growth_factor, backoff_factor, growth_interval)
+    return replace(rule, hysteresis=hysteresis, hysteresis_refill="clean")
 
 
 @preset("megatron-core DynamicGradScaler 0.16.1")

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from buoy._core.errors import PolicyError
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 Build = Callable[..., Policy]
+_Build = TypeVar("_Build", bound=Build)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class Preset:
 PRESETS: dict[str, Preset] = {}
 
 
-def preset(peer: str) -> Callable[[Build], Build]:
+def preset(peer: str) -> Callable[[_Build], _Build]:
     """Enter the decorated function into the table under its own name."""
 
-    def enter(build: Build) -> Build:
+    def enter(build: _Build) -> _Build:
         PRESETS[build.__name__] = Preset(build.__name__, peer, build)
         return build
 
