@@ -36,10 +36,10 @@ def test_preset_reproduces_its_peer_on_arrays(preset: str, backend: str) -> None
                 amax[: len(trace.seen), column] = trace.amax_log2
         ran = BACKENDS[backend](traces[0].policy(), finite, amax)
         for column, trace in enumerate(traces):
-            compare(trace, ran.scales[:, column], ran.collapsed[:, column])
+            assert_same(trace, ran.scales[:, column], ran.collapsed[:, column])
 
 
-def compare(trace: Golden, scales: np.ndarray, collapsed: np.ndarray) -> None:
+def assert_same(trace: Golden, scales: np.ndarray, collapsed: np.ndarray) -> None:
     """Compare one column with its trace, up to where the peer gave up."""
     ends = trace.ends
     expected = np.asarray(trace.scales)

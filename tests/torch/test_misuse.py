@@ -5,6 +5,7 @@ Warnings are errors in this suite, so every other test shows the second half.
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -235,14 +236,18 @@ def test_scaling_gradients_or_accumulating_is_not_mistaken_for_clipping(
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu")
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for part in range(micro):
-            scaler.scale(loss_of(model, step + part) / micro).backward()
-        for param in model.parameters():
-            param.grad.mul_(0.5)
-        scaler.step(optimizer)
-        scaler.update()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for part in range(micro):
+                scaler.scale(loss_of(model, step + part) / micro).backward()
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert [] == [str(warning.message) for warning in caught]
 
 
 def test_bf16_needs_no_scaling_and_is_told_once():
