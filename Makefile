@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Buoy needs Python 3.11 or newer, this is %s; set PYTHON=..." % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[torch,jax,cli]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[torch,jax,cli,report]' --group dev
 	touch $@
 
 clean:
