@@ -17,6 +17,7 @@ from typing import Any
 
 __all__ = [
     "BuoyError",
+    "BuoyWarning",
     "CallOrderError",
     "MissingBackendError",
     "PolicyError",
@@ -29,6 +30,10 @@ __all__ = [
 
 class BuoyError(Exception):
     """The root of everything that Buoy raises on purpose."""
+
+
+class BuoyWarning(UserWarning):
+    """Something is probably wrong, and training can go on; said once."""
 
 
 class PolicyError(BuoyError, ValueError):

@@ -7,6 +7,7 @@ for the one catches the errors of the other.
 
 from buoy._core.errors import (
     BuoyError,
+    BuoyWarning,
     CallOrderError,
     PolicyError,
     ScaleCollapsedError,
@@ -35,10 +36,6 @@ __all__ = [
     "UnscaleAfterStepError",
     "UnscaleTwiceError",
 ]
-
-
-class BuoyWarning(UserWarning):
-    """Something is probably wrong, and training can go on; said once."""
 
 
 class BeforeScaleError(CallOrderError, AssertionError):

@@ -6,23 +6,17 @@ before it was scaled; the loss has been climbing; this batch's loss stands out; 
 else the scale was too high, which is normal.
 """
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from buoy._backends import torch as backend
 from buoy._core.state import Verdict
+from buoy._core.verdicts import HISTORY, judge_losses
 from buoy.torch.gather import parameters_of
 
 __all__ = ["EXPLAINED", "HISTORY", "judge", "poisoned"]
-
-HISTORY = 32  # losses of earlier steps that are kept
-_LEAST = 4  # fewer tell nothing
-_OUTLIER = 8.0  # times the usual loss
-_CLIMB = 4.0  # times the start of the climb
 
 EXPLAINED = {
     Verdict.APPLIED: "applied",
@@ -60,10 +54,7 @@ def judge(
         return Verdict.STALE_GRADS
     if optimizer is not None and poisoned(optimizer):
         return Verdict.POISONED
-    now = backend.read(list(losses))
-    if any(not math.isfinite(loss) for loss in now):
-        return Verdict.FORWARD_NONFINITE
-    return _by_losses(now, [x for x in backend.read(list(history)) if math.isfinite(x)])
+    return judge_losses(backend.read(list(losses)), backend.read(list(history)))
 
 
 def poisoned(optimizer: Any) -> bool:
@@ -78,23 +69,3 @@ def poisoned(optimizer: Any) -> bool:
         if value.is_floating_point() or value.is_complex()
     ]
     return not all(backend.read(flags))
-
-
-def _by_losses(now: list[float], before: list[float]) -> Verdict:
-    sizes = [abs(loss) for loss in before]
-    if not now or len(sizes) < _LEAST:
-        return Verdict.SCALE_TOO_HIGH
-    latest = max(abs(loss) for loss in now)
-    if _climbs([*sizes, latest]):
-        return Verdict.DIVERGENCE
-    usual = sorted(sizes)[len(sizes) // 2]
-    if latest > _OUTLIER * max(usual, 1e-30):
-        return Verdict.BAD_BATCH
-    return Verdict.SCALE_TOO_HIGH
-
-
-def _climbs(sizes: list[float]) -> bool:
-    """Say whether the last losses rose step by step, and far."""
-    tail = sizes[-_LEAST - 1 :]
-    rising = all(a < b for a, b in pairwise(tail))
-    return rising and tail[-2] > _CLIMB * tail[0]
