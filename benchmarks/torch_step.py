@@ -87,6 +87,8 @@ def without_clipping(
     """Check and step."""
     optimizer = torch.optim.AdamW(params, lr=1e-6, fused=fused, foreach=not fused)
     mine, stock = started(GradScaler), started(Stock)
+    headroom = GradScaler("cpu", policy="headroom")
+    headroom.scale(torch.ones((), requires_grad=True))
 
     def run(scaler: Stock) -> Callable[[], object]:
         def step() -> None:
@@ -95,7 +97,7 @@ def without_clipping(
 
         return step
 
-    return {"buoy": run(mine), "torch": run(stock)}
+    return {"buoy": run(mine), "torch": run(stock), "headroom": run(headroom)}
 
 
 def tiny(kind: str) -> dict[str, Callable[[], object]]:
@@ -208,6 +210,8 @@ def main() -> None:
     ways = without_clipping(big, fused=True)
     line("check+fused AdamW / torch", 1.0,
          ratio(ways["buoy"], ways["torch"], rounds, 1))  # fmt: skip
+    line("the same with policy='headroom' / torch (no budget)", 1.35,
+         ratio(ways["headroom"], ways["torch"], rounds, 1))  # fmt: skip
     ways = without_clipping(big, fused=False)
     line("check+unscale+foreach AdamW / torch (no budget)", 1.05,
          ratio(ways["buoy"], ways["torch"], rounds, 1))  # fmt: skip

@@ -4,6 +4,7 @@ import pytest
 import torch
 from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
 
+from buoy import Verdict
 from buoy.torch import DeviceModeError, GradScaler
 
 EVENTS = ["ok", "inf", "ok", "ok", "nan", "ok"]
@@ -67,6 +68,85 @@ def test_a_compiled_step_equals_the_eager_one(kind, policy, clip, backend):
         assert traced._scale.item() == pytest.approx(eager.get_scale(), rel=1e-3)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def whole_step(scaler, model, optimizer, backend):
+    """Compile forward, backward, clipping, step and update as one graph."""
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(x, y):
+        model.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        norm = scaler.clip_grad_norm_(optimizer, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        return norm
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "backend"),
+    [
+        ("sgd", None, "aot_eager"),
+        ("momentum", None, "aot_eager"),
+        ("adamw", None, "eager"),
+        ("adamw", "headroom", "aot_eager"),
+    ],
+)
+@torch._dynamo.config.patch(trace_autograd_ops=True, error_on_recompile=True)
+def test_a_whole_step_with_its_backward_pass_is_one_graph(kind, policy, backend):
+    """Forward, backward, clip, step, update: no break, no second compilation."""
+    torch._dynamo.reset()
+    models = net(), net()
+    made = [OPTIMIZERS[kind](model.parameters()) for model in models]
+    options = {"policy": policy}
+    if policy is None:
+        options = {"init_scale": 64.0, "growth_interval": 2}
+    scalers = [GradScaler("cpu", sync="never", **options) for _ in models]
+    for three in zip(scalers, models, made, strict=True):
+        train(*three, ["ok"])
+    step = whole_step(scalers[0], models[0], made[0], backend)
+    for turn in range(6):
+        x, y = batch(turn)
+        if turn in {2, 3}:
+            x[0, 0] = float("inf")
+        norm = step(x, y)
+        made[1].zero_grad()
+        loss = torch.nn.functional.mse_loss(models[1](x), y)
+        scalers[1].scale(loss).backward()
+        expected = scalers[1].clip_grad_norm_(made[1], 0.5)
+        scalers[1].step(made[1])
+        scalers[1].update()
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+        told, known = scalers[0].last_step, scalers[1].last_step
+        assert known.applied == told.applied == (turn not in {2, 3})
+        assert (known.scale, known.next_scale) == (told.scale, told.next_scale)
+        assert known.verdict == told.verdict
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_step_can_be_asked_about():
+    """What became of it is read from the tensors that the graph left."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0, model=model)
+    forward, finish = compiled(scaler, model, optimizer, clip=True)
+    assert scaler.last_step is None
+    forward(*batch(0)).backward()
+    finish()
+    assert scaler.last_step.applied
+    assert (64.0, 64.0) == (scaler.last_step.scale, scaler.last_step.next_scale)
+    optimizer.zero_grad()
+    forward(*batch(1)).backward()
+    spoil(model, "inf")
+    finish()
+    assert scaler.last_step.verdict is Verdict.SCALE_TOO_HIGH
+    assert ("2.bias",) == scaler.last_step.offenders
+    assert scaler.last_step_of(optimizer).next_scale == 32.0
 
 
 def test_plain_sgd_needs_no_step_before_it_is_compiled():

@@ -10,7 +10,7 @@ import torch
 from buoy._backends import torch as backend
 from buoy._core.policy import Policy
 from buoy._core.state import Verdict
-from buoy.torch import apply, survey, verdicts
+from buoy.torch import apply, survey, traced, verdicts
 from buoy.torch.contract import Contract
 from buoy.torch.gates import AdvanceOn, Gate, make_gates
 from buoy.torch.gather import gather
@@ -30,12 +30,16 @@ class Reporting(Contract):
     _frozen: tuple[int, torch.Tensor] | None
     _reports: dict[int, LastStep]
     _mail: Mailbox
-    _noted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    _traced: tuple[torch.Tensor, torch.Tensor] | None
+    _noted: traced.Look | tuple[()]
+    _traced: traced.Outcome | tuple[()]
+    _traced_loss: torch.Tensor | None
+    _untold: traced.Outcome | None  # of a compiled step that nobody asked about yet
 
     @property
     def last_step(self) -> LastStep | None:
         """What became of the last step; None before the first."""
+        if self._untold is not None:
+            self._report_traced(self._untold)
         return self._last
 
     @property
@@ -90,8 +94,20 @@ class Reporting(Contract):
         if report._applied is False and found is not None:
             report.stale = self._guide.stale(optimizer)
             self._guide.remember(optimizer, self._culprits(optimizer, report))
-        self._last = self._reports[id(optimizer)] = report
+        self._last, self._untold = report, None
+        self._reports[id(optimizer)] = report
         return report
+
+    def _report_traced(self, outcome: traced.Outcome) -> None:
+        """Tell of a step that a compiled graph took."""
+        self._untold = None
+        optimizer, scale = outcome.optimizer, outcome.scale
+        report = LastStep(
+            self, optimizer, outcome.found, 1.0 if scale is None else scale
+        )
+        report._norm, report._next = outcome.norm, outcome.next_scale
+        report._losses = () if outcome.loss is None else (outcome.loss,)
+        self._last = self._reports[id(optimizer)] = report
 
     def _report_unscaled(self, optimizer: Any) -> None:
         """Note a step of a scaler that is off: applied, whatever it was."""

@@ -19,7 +19,7 @@ from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, single
 from buoy._core.policy import Policy
 from buoy._core.quirks import Quirks
-from buoy._core.state import Seen
+from buoy._core.state import Seen, map_state
 from buoy.torch import survey
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Governed:
             return
         self._lift(scaler._scale.device)
         number = number.to(scaler._scale.device, non_blocking=True)
-        self.state = self.rule.foresee(self.state, number, ops=backend.ops())
+        self._keep(self.rule.foresee(self.state, number, ops=backend.ops()))
         scaler._scale.copy_(self.state.scale)
 
     def move(self, scaler: "Contract", evidence: Evidence) -> None:
@@ -247,8 +247,15 @@ class Governed:
             amax_log2=None if evidence.amax is None else torch.log2(evidence.amax),
             underflow=evidence.underflow,
         )
-        self.state = self.rule.update(self.state, seen, ops=backend.ops())
+        self._keep(self.rule.update(self.state, seen, ops=backend.ops()))
         scaler._scale.copy_(self.state.scale)
+
+    def _keep(self, state: Any) -> None:
+        """Take a state over in the width that the policy declares, step after step."""
+        precision, cast = self.rule.precision, backend.ops().cast
+        self.state = map_state(
+            lambda x: cast(x, precision) if x.is_floating_point() else x, state
+        )
 
     def restore(self, scaler: "Contract", state: Any) -> None:
         """Go on from a saved state, of plain numbers."""

@@ -90,6 +90,7 @@ class GradScaler(Clipping):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._last, self._gates, self._reports = None, [], {}
+        self._untold = None
         if not self._enabled:
             return
         self._strict = strict_torch
@@ -113,7 +114,8 @@ class GradScaler(Clipping):
         self._frozen = None
         self._guide = misuse.Guide()
         self._reports = {}
-        self._noted = self._traced = None
+        self._noted = self._traced = traced.NOTHING
+        self._traced_loss = self._untold = None
         self._mail = Mailbox(every=min(self._watch.patience, 16))
 
     def scale(self, outputs: Any) -> Any:

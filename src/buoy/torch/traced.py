@@ -1,11 +1,12 @@
 """A whole step as one graph: what `torch.compile(fullgraph=True)` can trace.
 
 Nothing is asked, nothing is told, nothing depends on a value: the same survey, the
-same policy and the same selection as in device mode, without the bookkeeping.  After
-such a step `last_step` is None, and gates are not advanced: both belong to the host.
+same policy and the same selection as in device mode, without the bookkeeping.  What
+became of the step is left in tensors for whoever reads `last_step`; gates, the log and
+alarms belong to the host, which hears nothing.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,9 +20,33 @@ from buoy.torch.select import selected_step
 if TYPE_CHECKING:
     from buoy.torch.report import Reporting
 
-__all__ = ["clip", "scale", "step", "update"]
+__all__ = ["NOTHING", "Look", "Outcome", "clip", "scale", "step", "update"]
 
 _TINY = 1e-6
+
+# Not None: torch 2.13 mixes that up with a gradient that the same graph set to None.
+NOTHING: tuple[()] = ()
+
+
+class Look(NamedTuple):
+    """What the gradients of one optimizer showed, before it stepped."""
+
+    found: torch.Tensor
+    multiplier: torch.Tensor
+    amax: torch.Tensor
+    norm: torch.Tensor | None
+
+
+class Outcome(NamedTuple):
+    """What became of the last step that a graph took."""
+
+    optimizer: Any
+    found: torch.Tensor
+    amax: torch.Tensor
+    norm: torch.Tensor | None
+    loss: torch.Tensor | None = None
+    scale: Any = None  # float32 []: before and after `update`
+    next_scale: Any = None
 
 
 def scale(scaler: "Reporting", output: torch.Tensor) -> torch.Tensor:
@@ -31,7 +56,10 @@ def scale(scaler: "Reporting", output: torch.Tensor) -> torch.Tensor:
         scaler._scale = torch.full((), scaler._init_scale, device=device)
         count = scaler._init_growth_tracker
         scaler._growth_tracker = torch.full((), count, dtype=torch.int32, device=device)
-    scaler._rule.foresee(scaler, output.reshape(()))
+    if output.numel() == 1:
+        loss = output.detach().reshape(())
+        scaler._rule.foresee(scaler, loss)
+        scaler._traced_loss = loss
     return output * scaler._scale
 
 
@@ -40,12 +68,34 @@ def _grads(optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def _bare(optimizer: Any) -> Any:
-    """Take the step without torch's wrappers, one of which breaks the graph."""
-    bare = type(optimizer).step
-    while hasattr(bare, "__wrapped__"):
-        bare = bare.__wrapped__
-    return bare
+def _bare(method: Any) -> Any:
+    """Take a method without torch's wrappers, which break the graph."""
+    while hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+class _Twin:
+    """An optimizer's groups and state under a class that the compiler traces plainly.
+
+    The compiler knows `torch.optim.Optimizer`, and refuses to step one in the graph
+    that computed its gradients; it has nothing against the same code run on this.
+    """
+
+    grad_scale = found_inf = None
+
+    def __init__(self, optimizer: Any) -> None:
+        self.kind = type(optimizer)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.defaults = optimizer.defaults
+
+    def _init_group(self, *args: Any) -> Any:
+        return _bare(self.kind._init_group)(self, *args)
+
+    def _cuda_graph_capture_health_check(self) -> None:
+        """Nothing to check: `capturable` is asked for by the compiler itself."""
+
+    _accelerator_graph_capture_health_check = _cuda_graph_capture_health_check
 
 
 def _refuse(optimizer: Any) -> None:
@@ -86,7 +136,7 @@ def clip(
     norm = torch.where(backend.nonfinite(norm), bound, norm) * inverse
     coefficient = torch.clamp(max_norm / (norm + _TINY), max=1.0)
     found = backend.nonfinite(largest * inverse).float()
-    scaler._noted = (found, inverse * coefficient, largest)
+    scaler._noted = Look(found, inverse * coefficient, largest, norm)
     return norm
 
 
@@ -95,26 +145,31 @@ def step(scaler: "Reporting", optimizer: Any) -> None:
     """Step; put back what must not count."""
     _refuse(optimizer)
     grads = _grads(optimizer)
-    if scaler._noted is None:
-        inverse, largest = _inverse(scaler), backend.amax(grads)
-        found = backend.nonfinite(largest * inverse).float()
-        scaler._noted = (found, inverse, largest)
-    found, multiplier, largest = scaler._noted
-    torch._foreach_mul_(grads, multiplier)
-    selected_step(optimizer, found, (optimizer,), {}, step=_bare(optimizer))
-    scaler._noted = None
-    scaler._traced = (
-        (found, largest)
-        if scaler._traced is None
-        else (scaler._traced[0] + found, torch.maximum(scaler._traced[1], largest))
-    )
+    look, before = scaler._noted, scaler._traced
+    if not look:
+        inverse, amax = _inverse(scaler), backend.amax(grads)
+        found = backend.nonfinite(amax * inverse).float()
+        look = Look(found, inverse, amax, None)
+    torch._foreach_mul_(grads, look.multiplier)
+    twin = _Twin(optimizer)
+    selected_step(optimizer, look.found, (twin,), {}, step=_bare(twin.kind.step))
+    found, amax = look.found, look.amax
+    if before:
+        found, amax = before.found + found, torch.maximum(before.amax, amax)
+    scaler._noted = NOTHING
+    scaler._traced = Outcome(optimizer, found, amax, look.norm)
 
 
 @torch.no_grad()
 def update(scaler: "Reporting") -> None:
     """Move the scale."""
-    if scaler._traced is None:
+    outcome = scaler._traced
+    if not outcome:
         raise words.nothing_recorded()
-    found, largest = scaler._traced
-    scaler._traced = None
-    scaler._rule.move(scaler, Evidence(found, amax=largest))
+    scaler._traced = NOTHING
+    used = scaler._home_scale().clone()
+    scaler._rule.move(scaler, Evidence(outcome.found, amax=outcome.amax))
+    left = scaler._home_scale().clone()
+    scaler._untold = outcome._replace(
+        loss=scaler._traced_loss, scale=used, next_scale=left
+    )
