@@ -106,8 +106,6 @@ class Clipping(Reporting):
             return
         self._guide.before_look(optimizer)
         inverse = backend.reciprocal(scale)
-        if self._rule.wants:
-            self._look(record, gathered, inverse)
         seen = survey.measure(gathered, order, inverse)
         record["found_inf_per_device"] = self._agree({scale.device: seen.found})
         if not any(hasattr(part, "to_local") for part in seen.parts):
@@ -115,6 +113,8 @@ class Clipping(Reporting):
         if seen.norm is not None:
             record["norm"] = (seen.norm * inverse).float()
         record["multiplier"] = inverse
+        if self._rule.wants or self._listeners:
+            self._look(optimizer, record, gathered, inverse)
 
     def _tighten(self, record: dict[str, Any], max_norm: float) -> torch.Tensor:
         """Put a clipping coefficient into the multiplier."""

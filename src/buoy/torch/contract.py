@@ -7,7 +7,7 @@ survey the gradients, `_agree` makes what they found the same on every rank, and
 """
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -21,6 +21,9 @@ from buoy.torch.misuse import Guide
 from buoy.torch.names import Names
 from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
 from buoy.torch.watch import Watch
+
+if TYPE_CHECKING:
+    from buoy.torch.listen import Listener
 
 __all__ = ["Contract", "TorchGradScaler"]
 
@@ -38,6 +41,7 @@ class Contract(TorchGradScaler):
     _names: Names
     _losses: deque[torch.Tensor]
     _turn: int  # updates so far
+    _listeners: "list[Listener]"
 
     def _check_scale_growth_tracker(
         self, funcname: str
@@ -86,9 +90,10 @@ class Contract(TorchGradScaler):
             if self._guide.watching:
                 self._guide.before_look(optimizer)
                 self._guide.before_unscale(self, optimizer, gathered)
-            if self._rule.wants and id(optimizer) in self._per_optimizer_states:
+            looked = self._rule.wants or self._listeners
+            if looked and id(optimizer) in self._per_optimizer_states:
                 record = self._per_optimizer_states[id(optimizer)]
-                self._look(record, gathered, inv_scale)
+                self._look(optimizer, record, gathered, inv_scale)
             found, inverse = {}, {}
             for device, _, _ in gathered.buckets:
                 if device == found_inf.device:
@@ -102,9 +107,22 @@ class Contract(TorchGradScaler):
         return found
 
     def _look(
+        self,
+        optimizer: Any,
+        record: dict[str, Any],
+        gathered: Gathered,
+        inverse: torch.Tensor,
+    ) -> None:
+        """Measure what is wanted beyond whether all is finite; let others look too."""
+        if self._rule.wants:
+            self._measure(record, gathered, inverse)
+        for listener in self._listeners:
+            listener.look(self, optimizer, record, gathered)
+
+    def _measure(
         self, record: dict[str, Any], gathered: Gathered, inverse: torch.Tensor
     ) -> None:
-        """Measure what the policy wants to know beyond whether all is finite."""
+        """Measure what the policy wants to know."""
         if not gathered.grads:
             return
         record["amax"] = survey.largest(gathered, inverse.reshape(())).amax
@@ -125,8 +143,8 @@ class Contract(TorchGradScaler):
             gathered = gather(optimizer)
             self._guide.before_look(optimizer)
             inverse = backend.reciprocal(scale)
-            if self._rule.wants:
-                self._look(record, gathered, inverse)
+            if self._rule.wants or self._listeners:
+                self._look(optimizer, record, gathered, inverse)
             found = survey.check(gathered, inverse, check_result=self._may_overflow())
         record["found_inf_per_device"] = self._agree(found)
         return self._found_inf_per_device(optimizer)

@@ -3,7 +3,7 @@
 from collections import deque
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +14,15 @@ from buoy.torch import apply, survey, traced, verdicts
 from buoy.torch.contract import Contract
 from buoy.torch.gates import AdvanceOn, Gate, make_gates
 from buoy.torch.gather import gather
+from buoy.torch.listen import Listener
 from buoy.torch.mailbox import Mailbox
 from buoy.torch.rule import Evidence
 from buoy.torch.step import LastStep
+
+if TYPE_CHECKING:
+    import os
+
+    from buoy.trace import Recorder
 
 __all__ = ["Reporting"]
 
@@ -34,6 +40,7 @@ class Reporting(Contract):
     _traced: traced.Outcome | tuple[()]
     _traced_loss: torch.Tensor | None
     _untold: traced.Outcome | None  # of a compiled step that nobody asked about yet
+    _recorder: "Recorder | None"
 
     @property
     def last_step(self) -> LastStep | None:
@@ -46,6 +53,25 @@ class Reporting(Contract):
     def policy(self) -> Policy:
         """The rule that moves the scale, for reading and for replay."""
         return self._rule.policy(self)
+
+    @property
+    def trace(self) -> "Recorder | None":
+        """What records this run: None if nothing does, or if another rank does."""
+        return self._recorder
+
+    def _record(self, trace: "str | os.PathLike[str] | Recorder") -> None:
+        # Imported here: who does not record need not load SQLite.
+        from buoy.torch.record import record  # noqa: PLC0415
+
+        self._recorder = record(self, trace)
+
+    def listen(self, listener: Listener) -> None:
+        """Let a listener look at every step's gradients and hear what became of it.
+
+        Its `look` comes before they are unscaled, its `concluded` at `update`; while
+        nobody listens this costs nothing.
+        """
+        self._listeners.append(listener)
 
     def last_step_of(self, optimizer: Any) -> LastStep | None:
         """Tell what became of this optimizer's last step."""
@@ -176,6 +202,8 @@ class Reporting(Contract):
         ]
         for report in stepped:
             report._next = after
+        for listener in self._listeners:
+            listener.concluded(self, stepped, evidence)
         try:
             if finite:
                 self._watch.applied(self._read_scale)
@@ -200,8 +228,8 @@ class Reporting(Contract):
         """Send off what the host does not know; tell of what has arrived."""
         if torch.compiler.is_compiling():
             return
-        self._mail.post(found, self._home_scale())
-        for skipped, scale in self._mail.collect():
+        self._mail.post(torch.stack([found.float(), self._home_scale().float()]))
+        for (skipped, scale), _ in self._mail.collect():
             if not skipped:
                 self._watch.applied(partial(float, scale))
             elif stepped:

@@ -26,7 +26,7 @@ __all__ = ["VERSION", "beyond", "growth_tracker", "load_beyond", "pickled", "unp
 VERSION = 1
 _TRANSIENT = {
     "_losses", "_history", "_frozen", "_guide", "_reports", "_last", "_mail", "_noted",
-    "_traced", "_traced_loss", "_untold",
+    "_traced", "_traced_loss", "_untold", "_listeners", "_recorder",
 }  # fmt: skip
 
 
@@ -108,5 +108,6 @@ def unpickled(scaler: "GradScaler", state: dict[str, Any]) -> None:
     """Start afresh what was left out."""
     scaler.__dict__.update(state)
     scaler._last, scaler._untold, scaler._reports = None, None, {}
+    scaler._recorder = None
     if scaler._enabled:
         scaler._begin()

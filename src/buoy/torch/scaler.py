@@ -7,7 +7,7 @@ beside it: `survey` looks at gradients, `clip` clips them, `rule` moves the scal
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -23,6 +23,11 @@ from buoy.torch.names import Names
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
 from buoy.torch.watch import OnStuck, Watch
+
+if TYPE_CHECKING:
+    import os
+
+    from buoy.trace import Recorder
 
 __all__ = ["GradScaler"]
 
@@ -46,6 +51,7 @@ class GradScaler(Clipping):
             `found_inf`; "never" computes such steps and undoes them on the device.
         model, named_parameters: where the names of parameters come from.
         strict_torch: do as torch does even where torch is wrong (see docs/torch.md).
+        trace: a file to record the run in, by rank 0, or a `buoy.trace.Recorder`.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -77,6 +83,7 @@ class GradScaler(Clipping):
         model: torch.nn.Module | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         strict_torch: bool = False,
+        trace: "str | os.PathLike[str] | Recorder | None" = None,
     ) -> None:
         given = {
             "init_scale": init_scale,
@@ -90,7 +97,7 @@ class GradScaler(Clipping):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._last, self._gates, self._reports = None, [], {}
-        self._untold = None
+        self._untold = self._recorder = None
         if not self._enabled:
             return
         self._strict = strict_torch
@@ -106,6 +113,8 @@ class GradScaler(Clipping):
         self._begin()
         if device == "cpu":
             backend.self_test(torch.device("cpu"))
+        if trace is not None:
+            self._record(trace)
 
     def _begin(self) -> None:
         """Set up what a copy or a loaded scaler starts afresh."""
@@ -115,7 +124,8 @@ class GradScaler(Clipping):
         self._guide = misuse.Guide()
         self._reports = {}
         self._noted = self._traced = traced.NOTHING
-        self._traced_loss = self._untold = None
+        self._traced_loss = self._untold = self._recorder = None
+        self._listeners = []
         self._mail = Mailbox(every=min(self._watch.patience, 16))
 
     def scale(self, outputs: Any) -> Any:

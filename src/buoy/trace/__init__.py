@@ -1,12 +1,59 @@
 """Traces: the recorded history of a run, or an invented one.
 
-`read` and `write` know the file, `synthetic` invents; `buoy.replay` and `buoy.tune`
-take what they return.  Standard library only.
+`Recorder` writes a run as it happens and `load` reads it back; `read` gives a `Trace`
+that `buoy.replay` and `buoy.tune` take, from a recorded run or from the files that
+`write` writes; `synthetic` invents one.  Standard library only.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from buoy._core.trace import Histogram, Trace
 from buoy.trace.read import read
 from buoy.trace.synthetic import KINDS, synthetic
 from buoy.trace.write import write
 
-__all__ = ["KINDS", "Histogram", "Trace", "read", "synthetic", "write"]
+if TYPE_CHECKING:
+    from buoy.trace.counts import Counts
+    from buoy.trace.record import Recorder, TraceWarning
+    from buoy.trace.recording import Recording, Shot, load
+    from buoy.trace.row import Row
+    from buoy.trace.writer import Sink
+
+__all__ = [
+    "KINDS",
+    "Counts",
+    "Histogram",
+    "Recorder",
+    "Recording",
+    "Row",
+    "Shot",
+    "Sink",
+    "Trace",
+    "TraceWarning",
+    "load",
+    "read",
+    "synthetic",
+    "write",
+]
+
+# Imported when first asked for: SQLite and threads are slow to load.
+_HOMES = {
+    "Counts": "counts",
+    "Recorder": "record",
+    "Recording": "recording",
+    "Row": "row",
+    "Shot": "recording",
+    "Sink": "writer",
+    "TraceWarning": "record",
+    "load": "recording",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'buoy.trace' has no attribute {name!r}")
+    value = getattr(import_module(f"buoy.trace.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

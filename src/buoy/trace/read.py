@@ -1,7 +1,8 @@
-"""Read a trace from a file: one JSON document or a line per step, gzip or not.
+"""Read a trace from a file: a recorded run, one JSON document or a line per step.
 
 The file is data and nothing else: nothing in it is executed, its size is limited, and
-whatever is wrong with it is said with its name.  `buoy.trace.write` has the format.
+whatever is wrong with it is said with its name.  `buoy.trace.write` has the format of
+JSON, which may be compressed by gzip; `schema` has that of recorded runs.
 """
 
 import os
@@ -31,7 +32,10 @@ def read(path: str | os.PathLike[str]) -> Trace:
         buoy._core.errors.TraceError: There is no trace 'no/such.trace.json'. ...
     """
     where = os.fspath(path)
-    text = _text(where, _bytes(where))
+    data = _bytes(where)
+    if data.startswith(b"SQLite format 3\0"):
+        return _recorded(where)
+    text = _text(where, data)
     head, _, rest = text.partition("\n")
     if rest.strip():
         header = _parsed(head)
@@ -48,10 +52,22 @@ def read(path: str | os.PathLike[str]) -> Trace:
     return _from_document(where, document)
 
 
+def _recorded(where: str) -> Trace:
+    # Imported here: SQLite is slow to load.
+    from buoy.trace.recording import load  # noqa: PLC0415
+    from buoy.trace.replayable import replayable  # noqa: PLC0415
+
+    return replayable(load(where))
+
+
 def _bytes(where: str) -> bytes:
+    """Read what is there, unpacked; of a database only its first bytes."""
     try:
         with Path(where).open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
+            head = file.read(16)
+            if head == b"SQLite format 3\0":
+                return head
+            packed = head[:2] == b"\x1f\x8b"
             file.seek(0)
             return _unpacked(where, file) if packed else file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:

@@ -1,0 +1,154 @@
+"""How many of a tensor's gradients lie in each binade, and how that is packed.
+
+Of the *scaled* gradients, as the backward pass left them: what the format made of them
+shows only there.  The scale is kept beside them, so the unscaled ones are a shift away.
+"""
+
+import struct
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from buoy._core.errors import TraceError
+
+__all__ = ["MOST_UNPACKED", "Counts", "Kind", "pack", "unpack"]
+
+Kind = Literal["weight", "activation"]
+
+MOST_UNPACKED = 2**26  # bytes of one snapshot: a hundred thousand tensors
+_HEAD = struct.Struct("<IhHII")  # tensor, low, bins, zeros, nonfinite
+_MOST = 2**32 - 1
+_BIAS = 127
+_WORD = "I" if array("I").itemsize == 4 else "L"  # four bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many of one tensor's scaled gradients lie in each binade.
+
+    `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Large tensors
+    are sampled: `size` is how many elements the tensor has, `looked_at` how many were
+    counted.
+
+    Example:
+        >>> seen = Counts(low=-25, counts=(1, 2, 3), zeros=4, size=10)
+        >>> seen.looked_at, seen.zero_share, seen.below(-24), seen.amax_log2
+        (10, 0.4, 0.1, -22)
+    """
+
+    low: int
+    counts: tuple[int, ...]
+    zeros: int = 0
+    nonfinite: int = 0
+    size: int = 0
+    kind: Kind = "weight"
+
+    @classmethod
+    def of_exponents(
+        cls, bins: Sequence[float], size: int, kind: Kind = "weight"
+    ) -> "Counts":
+        """Make them of the 256 counts of float32's exponent field.
+
+        Example:
+            >>> bins = [0] * 256
+            >>> bins[0], bins[127], bins[255] = 5, 2, 1
+            >>> Counts.of_exponents(bins, size=8)
+            Counts(low=0, counts=(2,), zeros=5, nonfinite=1, size=8, kind='weight')
+        """
+        whole = tuple(map(int, bins))
+        low, high = 1, 255
+        while low < high and not whole[low]:
+            low += 1
+        while high > low and not whole[high - 1]:
+            high -= 1
+        kept = whole[low:high]
+        return cls(low - _BIAS if kept else 0, kept, whole[0], whole[255], size, kind)
+
+    @property
+    def looked_at(self) -> int:
+        """How many elements were counted."""
+        return self.zeros + self.nonfinite + sum(self.counts)
+
+    @property
+    def zero_share(self) -> float:
+        """Which share of the elements is exactly zero, by underflow or by itself."""
+        return self.zeros / self.looked_at if self.looked_at else 0.0
+
+    def below(self, log2: float) -> float:
+        """Which share of all elements is not zero but smaller than 2^log2.
+
+        Exact for whole numbers; inside a binade taken to be spread evenly in log2.
+        """
+        if not self.looked_at:
+            return 0.0
+        under = 0.0
+        for i, count in enumerate(self.counts):
+            under += count * min(max(log2 - self.low - i, 0.0), 1.0)
+        return under / self.looked_at
+
+    @property
+    def amax_log2(self) -> int | None:
+        """Upper edge of the highest binade that holds anything; None if all are 0."""
+        return self.low + len(self.counts) if any(self.counts) else None
+
+
+def pack(tensors: Mapping[int, Counts]) -> bytes:
+    """Pack the counts of several tensors, by the tensors' numbers."""
+    parts = []
+    for number, seen in tensors.items():
+        counts = array(_WORD, [min(c, _MOST) for c in seen.counts])
+        parts += [
+            _HEAD.pack(
+                number,
+                seen.low,
+                len(counts),
+                min(seen.zeros, _MOST),
+                min(seen.nonfinite, _MOST),
+            ),
+            _little(counts).tobytes(),
+        ]
+    return zlib.compress(b"".join(parts), 6)
+
+
+def unpack(
+    packed: bytes, known: Mapping[int, tuple[str, int, Kind]]
+) -> dict[str, Counts]:
+    """Unpack what `pack` packed; `known` tells each number's name, size and kind."""
+    data = _unpacked(packed)
+    found: dict[str, Counts] = {}
+    at = 0
+    while at < len(data):
+        if at + _HEAD.size > len(data):
+            raise TraceError("a histogram ends too early")
+        number, low, bins, zeros, nonfinite = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        if number not in known or at + 4 * bins > len(data):
+            raise TraceError("a histogram is of an unknown tensor or ends too early")
+        name, size, kind = known[number]
+        counts = array(_WORD, data[at : at + 4 * bins])
+        at += 4 * bins
+        found[name] = Counts(low, tuple(_little(counts)), zeros, nonfinite, size, kind)
+    return found
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Unpack within bounds: a small file must not fill the memory."""
+    worker = zlib.decompressobj()
+    try:
+        data = worker.decompress(packed, MOST_UNPACKED)
+    except zlib.error as error:
+        message = f"a histogram is damaged ({error})"
+        raise TraceError(message) from error
+    if worker.unconsumed_tail or not worker.eof:
+        raise TraceError("a histogram is damaged or larger than any run makes it")
+    return data
+
+
+def _little(counts: "array[int]") -> "array[int]":
+    import sys  # noqa: PLC0415
+
+    if sys.byteorder == "big":
+        counts.byteswap()
+    return counts

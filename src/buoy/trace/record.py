@@ -1,0 +1,190 @@
+"""Record a run, step by step, without slowing it down.
+
+    recorder.step(...)  -->  queue  -->  thread  -->  run.buoy (SQLite), sinks
+
+Front ends feed it; so can anybody's own loop.
+"""
+
+import os
+import platform
+import time as clock
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from buoy._core.formats import number_format
+from buoy._core.state import Verdict
+from buoy.trace.row import Row
+from buoy.trace.writer import Sink, Tensors, Writer
+
+__all__ = ["EVERY", "Recorder", "TraceWarning"]
+
+EVERY = 100  # steps between two sets of histograms
+
+
+class TraceWarning(UserWarning):
+    """Something of a recording was lost; training was not."""
+
+
+class Recorder:
+    """Write a run's steps and histograms to a file, from a thread of its own.
+
+    `step` takes a microsecond or two and never waits for the disk.  Whatever goes wrong
+    there is told by one `TraceWarning`, and the run goes on.
+
+    Args:
+        path: the file, one per run; an earlier run's file of that name is moved aside.
+            None records to the sinks alone.
+        every: steps between two sets of histograms; 0 for none.
+        sinks: what else takes the rows (see `buoy.trace.sinks`).
+        meta: what to note about the run; values must be plain.
+        format: the number format that gradients are computed in.
+        budget: bytes that histograms may take; older ones are thinned out.
+        queue: rows that may wait for a slow disk; more are counted in `lost`.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with Recorder(folder.name + "/run.buoy") as recorder:
+        ...     recorder.step(scale=65536.0, applied=True, amax=0.5, loss=1.0)
+        ...     recorder.step(scale=65536.0, applied=False, offenders=["head.weight"])
+        >>> import buoy.trace
+        >>> [row.applied for row in buoy.trace.load(recorder.path).rows]
+        [True, False]
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        every: int = EVERY,
+        sinks: Sequence[Sink] = (),
+        meta: Mapping[str, Any] | None = None,
+        format: str = "fp16",  # noqa: A002 - our word for it
+        budget: int = 2**23,
+        queue: int = 2**16,
+    ) -> None:
+        self.every = every
+        self._max_log2 = number_format(format).max_log2
+        self._next = 0
+        self._drains: list[Callable[[], None]] = []
+        self._writer = Writer(
+            None if path is None else Path(path), sinks, most=queue, budget=budget
+        )
+        self._close = weakref.finalize(self, Writer.close, self._writer)
+        about = {"format": number_format(format).name, "started": clock.time()}
+        self.describe(**about, **_versions(), **dict(meta or {}))
+
+    @property
+    def path(self) -> Path | None:
+        """The file; known for sure once something has been written."""
+        return self._writer.path
+
+    @property
+    def lost(self) -> int:
+        """How many rows did not fit into the queue."""
+        return self._writer.lost
+
+    def describe(self, **meta: Any) -> None:
+        """Note something about the run, e.g. `model="gpt"`; the last word counts."""
+        self._writer.meta.append(meta)
+
+    def due(self, step: int) -> bool:
+        """Say whether this step's histograms are wanted."""
+        return self.every > 0 and step % self.every == 0
+
+    def step(
+        self,
+        *,
+        scale: float,
+        applied: bool,
+        step: int | None = None,
+        verdict: Verdict | str | None = None,
+        norm: float | None = None,
+        amax: float | None = None,
+        loss: float | None = None,
+        offenders: Sequence[str] = (),
+        time: float | None = None,
+    ) -> None:
+        """Record one step: plain numbers, of unscaled gradients but for the scale."""
+        number = self._next if step is None else step
+        self._next = number + 1
+        if verdict is None:
+            verdict = Verdict.APPLIED if applied else Verdict.SCALE_TOO_HIGH
+        self._writer.put(
+            Row(
+                number,
+                clock.time() if time is None else time,
+                scale,
+                applied,
+                Verdict(verdict),
+                norm,
+                amax,
+                loss,
+                tuple(offenders),
+                self._max_log2,
+            )
+        )
+        if self._writer.news:
+            self._tell()
+
+    def histograms(self, step: int, scale: float, tensors: Tensors) -> None:
+        """Record what each tensor's *scaled* gradients looked like at a step.
+
+        `tensors` maps names to `Counts`, or is a function that will: the writing
+        thread calls it.
+        """
+        self._writer.put_snapshot((step, scale, tensors))
+
+    def offenders(self, step: int, names: Sequence[str]) -> None:
+        """Name the culprits of a step that is recorded already."""
+        self._writer.offenders.append((step, tuple(names)))
+
+    def attach(self, drain: Callable[[], None]) -> None:
+        """Have a front end called for what it still holds, at `flush` and `close`."""
+        self._drains.append(drain)
+
+    def complain(self, message: str) -> None:
+        """Have something told, once, by the thread that trains."""
+        self._writer.news.append(message)
+
+    def flush(self) -> None:
+        """Wait until everything so far can be read by others."""
+        self._drain()
+        self._writer.flush()
+        self._tell()
+
+    def close(self) -> None:
+        """Write the rest and leave one plain file; a second time does nothing."""
+        if self._close.alive:
+            self._drain()
+        self._close()
+        self._tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _drain(self) -> None:
+        for drain in self._drains:
+            drain()
+
+    def _tell(self) -> None:
+        while self._writer.news:
+            message = f"Buoy's trace: {self._writer.news.popleft()}."
+            warnings.warn(message, TraceWarning, stacklevel=3)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    try:
+        own = version("buoy")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"buoy": own, "python": platform.python_version()}

@@ -1,0 +1,285 @@
+"""Read a recorded run: while it goes on, after it was killed, or from a stranger.
+
+The file is data.  It is opened for reading only, its schema must be ours to the letter
+(see `schema`), every value is checked for its type, and sizes are bounded.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from buoy._core.errors import TraceError
+from buoy._core.formats import FORMATS
+from buoy._core.state import Verdict
+from buoy._core.trace import FP16_MAX_LOG2
+from buoy.trace.counts import Counts, Kind, unpack
+from buoy.trace.row import Row
+from buoy.trace.schema import APPLICATION, TABLES, VERSION
+
+__all__ = ["MAGIC", "Recording", "Shot", "load"]
+
+MAGIC = b"SQLite format 3\0"
+_MOST_ROWS = 20_000_000
+_MOST_BLOB = 2**24
+_VERDICTS = {verdict.value: verdict for verdict in Verdict}
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """What the scaled gradients looked like at one step."""
+
+    step: int
+    scale: float
+    tensors: dict[str, Counts]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Everything that a file held at the moment it was read."""
+
+    path: str
+    meta: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    shots: list[Shot] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What to call the run: its own name, or its file's."""
+        name = self.meta.get("name")
+        return name if isinstance(name, str) and name else Path(self.path).stem
+
+    @property
+    def lost(self) -> int:
+        """How many rows were let go because the disk was too slow."""
+        lost = self.meta.get("lost", 0)
+        return lost if type(lost) is int else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run closed its file; one that was killed has not."""
+        return "ended" in self.meta
+
+    @property
+    def max_log2(self) -> float:
+        """log2 of the largest number of the run's format."""
+        return _max_log2(self.meta)
+
+
+def load(path: str | os.PathLike[str], *, after: int = -1) -> Recording:
+    """Read a recorded run, or raise `TraceError`; `after` leaves earlier steps out.
+
+    Example:
+        >>> load("no/such.buoy")
+        Traceback (most recent call last):
+          ...
+        buoy._core.errors.TraceError: There is no trace 'no/such.buoy'. ...
+    """
+    where = os.fspath(path)
+    _check_head(where)
+    try:
+        with _opened(where) as file:
+            _check_schema(where, file)
+            return _contents(where, file, after)
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        reason = str(error) or "a size in it is beyond all bounds"
+        message = f"The trace {where!r} is damaged: {reason}. Record it again."
+        raise TraceError(message) from error
+
+
+def _check_head(where: str) -> None:
+    try:
+        with Path(where).open("rb") as file:
+            head = file.read(100)
+    except FileNotFoundError as error:
+        message = f"There is no trace {where!r}. Check the name and the folder."
+        raise TraceError(message) from error
+    except OSError as error:
+        reason = error.strerror or error
+        message = f"Cannot read the trace {where!r}: {reason}. Check the file."
+        raise TraceError(message) from error
+    mine = head[68:72] == APPLICATION.to_bytes(4, "big")
+    if not head.startswith(MAGIC) or not mine:
+        message = (
+            f"The file {where!r} is not a recorded run of Buoy's. Read one that "
+            '`GradScaler(trace="run.buoy")` or `buoy.trace.Recorder` has written.'
+        )
+        raise TraceError(message)
+
+
+@contextlib.contextmanager
+def _opened(where: str) -> Iterator[sqlite3.Connection]:
+    try:
+        file = _connected(where, "mode=ro")
+    except sqlite3.OperationalError:
+        # A WAL beside it that this user may not touch: read the file as it is.
+        file = _connected(where, "mode=ro&immutable=1")
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def _connected(where: str, how: str) -> sqlite3.Connection:
+    location = quote(str(Path(where).absolute()))
+    file = sqlite3.connect(f"file:{location}?{how}", uri=True, timeout=5.0)
+    try:
+        for pragma in (
+            "trusted_schema = OFF",
+            "query_only = ON",
+            "cell_size_check = ON",
+        ):
+            file.execute(f"PRAGMA {pragma}")
+        file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BLOB)
+        file.isolation_level = None
+        file.execute("BEGIN")  # one moment for all that is read
+        file.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        file.close()
+        raise
+    return file
+
+
+def _check_schema(where: str, file: sqlite3.Connection) -> None:
+    version = file.execute("PRAGMA user_version").fetchone()[0]
+    if version > VERSION:
+        message = (
+            f"The trace {where!r} is of version {version}; this Buoy reads up to "
+            f"{VERSION}. Upgrade with `pip install -U buoy`."
+        )
+        raise TraceError(message)
+    found = dict(file.execute("SELECT name, sql FROM sqlite_master").fetchall())
+    if found != TABLES:
+        strange = sorted({*found} ^ {*TABLES}) or ["a table of another shape"]
+        message = (
+            f"The file {where!r} is not a recorded run of Buoy's: {strange!r:.80}. "
+            "It was not read any further."
+        )
+        raise TraceError(message)
+
+
+def _contents(where: str, file: sqlite3.Connection, after: int) -> Recording:
+    meta = _meta(where, file)
+    tensors = _tensors(where, file)
+    return Recording(
+        path=where,
+        meta=meta,
+        rows=_rows(where, file, after, tensors, _max_log2(meta)),
+        shots=_shots(where, file, after, tensors),
+    )
+
+
+def _max_log2(meta: dict[str, Any]) -> float:
+    chosen = FORMATS.get(str(meta.get("format")))
+    return FP16_MAX_LOG2 if chosen is None else chosen.max_log2
+
+
+def _meta(where: str, file: sqlite3.Connection) -> dict[str, Any]:
+    found = {}
+    for key, value in file.execute("SELECT key, value FROM meta LIMIT 10000"):
+        if type(key) is not str or type(value) is not str:
+            raise _odd(where, "meta", key)
+        try:
+            found[key] = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _odd(where, "meta", key) from error
+    return found
+
+
+Tensors = dict[int, tuple[str, int, Kind]]
+
+
+def _tensors(where: str, file: sqlite3.Connection) -> Tensors:
+    found: Tensors = {}
+    for number, name, size, kind in file.execute("SELECT * FROM tensors LIMIT 1000000"):
+        if type(name) is not str or type(size) is not int:
+            raise _odd(where, "tensors", number)
+        if kind not in ("weight", "activation"):
+            raise _odd(where, "tensors", number)
+        found[number] = (name, size, kind)
+    return found
+
+
+def _rows(
+    where: str,
+    file: sqlite3.Connection,
+    after: int,
+    tensors: Tensors,
+    max_log2: float,
+) -> list[Row]:
+    accused: dict[int, tuple[str, ...]] = {}
+    for step, number in file.execute(
+        "SELECT step, tensor FROM offenders WHERE step > ? LIMIT ?",
+        (after, _MOST_ROWS),
+    ):
+        if number not in tensors:
+            raise _odd(where, "offenders", step)
+        accused[step] = (*accused.get(step, ()), tensors[number][0])
+    cursor = file.execute(
+        "SELECT step, time, scale, applied, verdict, norm, amax, loss FROM steps "
+        "WHERE step > ? ORDER BY step LIMIT ?",
+        (after, _MOST_ROWS),
+    )
+    return [_row(where, values, accused, max_log2) for values in cursor]
+
+
+def _row(
+    where: str,
+    values: tuple[Any, ...],
+    accused: dict[int, tuple[str, ...]],
+    max_log2: float,
+) -> Row:
+    step, time, scale, applied, verdict, norm, amax, loss = values
+    fine = type(time) is float and type(scale) is float and applied in (0, 1)
+    if not fine or not (verdict is None or verdict in _VERDICTS):
+        raise _odd(where, "steps", step)
+    return Row(
+        step,
+        time,
+        scale,
+        bool(applied),
+        Verdict.APPLIED if verdict is None else _VERDICTS[verdict],
+        norm if norm is None or type(norm) is float else _nan(where, step, norm),
+        amax if amax is None or type(amax) is float else _nan(where, step, amax),
+        loss if loss is None or type(loss) is float else _nan(where, step, loss),
+        accused.get(step, ()),
+        max_log2,
+    )
+
+
+def _nan(where: str, step: Any, value: Any) -> float:
+    if value == "nan":
+        return math.nan
+    raise _odd(where, "steps", step)
+
+
+def _shots(
+    where: str, file: sqlite3.Connection, after: int, tensors: Tensors
+) -> list[Shot]:
+    found = []
+    for step, scale, packed in file.execute(
+        "SELECT step, scale, packed FROM histograms WHERE step > ? ORDER BY step "
+        "LIMIT 100000",
+        (after,),
+    ):
+        if type(scale) is not float or type(packed) is not bytes:
+            raise _odd(where, "histograms", step)
+        try:
+            found.append(Shot(step, scale, unpack(packed, tensors)))
+        except TraceError as error:
+            message = f"The trace {where!r} is damaged at step {step}: {error}."
+            raise TraceError(message) from error
+    return found
+
+
+def _odd(where: str, table: str, key: Any) -> TraceError:
+    return TraceError(
+        f"The trace {where!r} is damaged: the entry {key!r:.40} of its table {table!r} "
+        "is not what Buoy writes. Record it again."
+    )

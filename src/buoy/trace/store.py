@@ -1,0 +1,190 @@
+"""The file that a run is recorded in: SQLite, written by one thread.
+
+Rows are committed as they come, so a run that is killed leaves everything but its last
+moments behind, and others read while it goes on.
+"""
+
+import contextlib
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from buoy._core.errors import TraceError
+from buoy.trace.counts import Counts, Kind, pack
+from buoy.trace.row import Row
+from buoy.trace.schema import APPLICATION, TABLES, VERSION
+
+__all__ = ["Store", "free_name"]
+
+_MOST_OFFENDERS = 16  # of one step; an overflow that hits all hits these too
+_INSERT = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+class Store:
+    """One run's file, open for writing.
+
+    Histograms may take `budget` bytes: beyond it every second of the older ones goes.
+    """
+
+    def __init__(self, path: Path, budget: int) -> None:
+        self.path = free_name(path)
+        self._budget = budget
+        self._tensors: dict[tuple[str, Kind], int] = {}
+        # Several threads may touch it, one after the other: writer, then `close`.
+        self._file = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
+        self._file.isolation_level = None
+        # Set before anything is written: it is in the header from the first page on.
+        self._file.execute(f"PRAGMA application_id = {APPLICATION}")
+        self._file.execute(f"PRAGMA user_version = {VERSION}")
+        self._file.execute("PRAGMA journal_mode = WAL")
+        self._file.execute("PRAGMA synchronous = NORMAL")
+        with self._transaction():
+            for statement in TABLES.values():
+                self._file.execute(statement)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Any:
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._file.execute("ROLLBACK")
+            raise
+        self._file.execute("COMMIT")
+
+    def write(
+        self,
+        rows: Iterable[Row],
+        snapshots: Iterable[tuple[int, float, Mapping[str, Counts]]] = (),
+        offenders: Iterable[tuple[int, tuple[str, ...]]] = (),
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a batch, whole or not at all."""
+        rows = list(rows)
+        snapshots = list(snapshots)
+        with self._transaction():
+            self._file.executemany(_INSERT, map(_values, rows))
+            for step, scale, tensors in snapshots:
+                self._snapshot(step, scale, tensors)
+            self._accuse((row.step, row.offenders) for row in rows if row.offenders)
+            self._accuse(offenders)
+            self._file.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+                [(key, json.dumps(value)) for key, value in (meta or {}).items()],
+            )
+            if snapshots:
+                self._thin()
+
+    def _snapshot(self, step: int, scale: float, tensors: Mapping[str, Counts]) -> None:
+        numbers = {
+            self._number(name, seen.size, seen.kind): seen
+            for name, seen in tensors.items()
+        }
+        self._file.execute(
+            "INSERT OR REPLACE INTO histograms VALUES (?, ?, ?)",
+            (step, scale, pack(numbers)),
+        )
+
+    def _accuse(self, offenders: Iterable[tuple[int, tuple[str, ...]]]) -> None:
+        for step, names in offenders:
+            self._file.executemany(
+                "INSERT OR REPLACE INTO offenders VALUES (?, ?)",
+                [(step, self._number(name)) for name in names[:_MOST_OFFENDERS]],
+            )
+
+    def _number(self, name: str, size: int = 0, kind: Kind = "weight") -> int:
+        number = self._tensors.get((name, kind))
+        if number is None:
+            number = self._tensors[name, kind] = len(self._tensors)
+            self._file.execute(
+                "INSERT INTO tensors VALUES (?, ?, ?, ?)", (number, name, size, kind)
+            )
+        elif size:
+            self._file.execute(
+                "UPDATE tensors SET size = ? WHERE tensor = ? AND size <> ?",
+                (size, number, size),
+            )
+        return number
+
+    def _thin(self) -> None:
+        """Let every second histogram of the older three quarters go, if need be."""
+        sizes = self._file.execute(
+            "SELECT step, length(packed) FROM histograms ORDER BY step"
+        ).fetchall()
+        while len(sizes) > 4 and sum(size for _, size in sizes) > self._budget:
+            old = 1 + 3 * len(sizes) // 4  # the first one of all stays
+            gone = [(step,) for step, _ in sizes[1:old:2]]
+            self._file.executemany("DELETE FROM histograms WHERE step = ?", gone)
+            lost = {step for (step,) in gone}
+            sizes = [pair for pair in sizes if pair[0] not in lost]
+
+    def close(self) -> None:
+        """Leave one plain file behind, whoever else may be reading it."""
+        try:
+            with contextlib.suppress(sqlite3.OperationalError):  # a reader is there
+                self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._file.execute("PRAGMA journal_mode = DELETE")
+        finally:
+            self._file.close()
+
+
+def _values(row: Row) -> tuple[Any, ...]:
+    return (
+        row.step,
+        row.time,
+        row.scale,
+        int(row.applied),
+        None if row.applied else row.verdict.value,
+        _number(row.norm),
+        _number(row.amax),
+        _number(row.headroom),
+        _number(row.loss),
+    )
+
+
+def _number(value: float | None) -> float | str | None:
+    """SQLite turns NaN into NULL, which says that nothing was measured."""
+    return "nan" if value is not None and math.isnan(value) else value
+
+
+def free_name(path: Path) -> Path:
+    """Make room: an earlier run's file is moved aside, a foreign one left alone.
+
+    `run.buoy` becomes `run-1.buoy`; if it is still being written to, the new run takes
+    that name instead.
+    """
+    if not path.exists():
+        for ending in ("-wal", "-shm"):
+            path.with_name(path.name + ending).unlink(missing_ok=True)
+        return path
+    with path.open("rb") as file:
+        head = file.read(72)
+    mine = head[68:72] == APPLICATION.to_bytes(4, "big")
+    if head and not (head.startswith(b"SQLite format 3\0") and mine):
+        message = f"{str(path)!r} exists and is no trace of Buoy's; it was left alone"
+        raise TraceError(message)
+    number = 1
+    while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    if head and not _at_rest(path):
+        return other
+    path.rename(other)
+    return path
+
+
+def _at_rest(path: Path) -> bool:
+    """Say whether nobody has the file open; then it is one file, without a WAL."""
+    file = sqlite3.connect(path, timeout=0.0)
+    try:
+        mode = file.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
+    except sqlite3.OperationalError:
+        return False
+    except sqlite3.DatabaseError:
+        return True  # damaged: whoever wrote it is gone
+    finally:
+        file.close()
+    return bool(mode == "delete")

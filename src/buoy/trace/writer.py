@@ -1,0 +1,205 @@
+"""The thread that writes: whatever happens here, training goes on.
+
+Items wait in a bounded queue; what does not fit is counted and let go.  A disk that is
+full, slow or read-only costs the trace, a sink that fails costs the sink, and each is
+told of once, by the thread that trains.
+"""
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from buoy._core.errors import BuoyError
+from buoy.trace.counts import Counts
+from buoy.trace.row import Row
+from buoy.trace.store import Store
+
+__all__ = ["Batch", "Sink", "Snapshot", "Writer"]
+
+_PAUSE = 0.2  # seconds between two commits: what a `kill -9` may cost
+_PATIENCE = 10.0  # seconds that closing waits for a slow disk
+_MOST_SNAPSHOTS = 64
+
+Tensors = Mapping[str, Counts] | Callable[[], Mapping[str, Counts]]
+Snapshot = tuple[int, float, Tensors]
+
+
+class Sink(Protocol):
+    """Whatever takes rows as they come; it may be slow, and it may fail."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Take the next rows."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """What is waiting to be written."""
+
+    rows: list[Row] = field(default_factory=list)
+    snapshots: list[tuple[int, float, Mapping[str, Counts]]] = field(
+        default_factory=list
+    )
+    offenders: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.snapshots or self.offenders or self.meta)
+
+
+class Writer:
+    """Take items from the thread that trains, and write them in one of its own."""
+
+    def __init__(
+        self, path: Path | None, sinks: Sequence[Sink], *, most: int, budget: int
+    ) -> None:
+        self.path = path
+        self.lost = 0
+        self.news: deque[str] = deque()  # to be told, once each
+        self.rows: deque[Row] = deque()
+        self.snapshots: deque[Snapshot] = deque()
+        self.offenders: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=most)
+        self.meta: deque[dict[str, Any]] = deque(maxlen=most)
+        self._most, self._budget = most, budget
+        self._sinks = list(sinks)
+        self._store: Store | None = None
+        self._broken = path is None
+        self._wake, self._done = threading.Event(), False
+        self._flushed: deque[threading.Event] = deque()
+        self._process = os.getpid()
+        self._thread = threading.Thread(
+            target=self._work, name="buoy-trace", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        """Take a row, or count it as lost if too many are waiting."""
+        waiting = len(self.rows)
+        if waiting >= self._most:
+            self.lost += 1
+            return
+        self.rows.append(row)
+        if 2 * waiting >= self._most:
+            self._wake.set()
+
+    def put_snapshot(self, snapshot: Snapshot) -> None:
+        """Take histograms, unless too many are waiting."""
+        if len(self.snapshots) < _MOST_SNAPSHOTS:
+            self.snapshots.append(snapshot)
+
+    def flush(self, patience: float = _PATIENCE) -> bool:
+        """Wait until what was put so far is written; say whether it is."""
+        if self._process != os.getpid() or not self._thread.is_alive():
+            return False
+        done = threading.Event()
+        self._flushed.append(done)
+        self._wake.set()
+        return done.wait(patience)
+
+    def close(self, patience: float = _PATIENCE) -> None:
+        """Write what is waiting, and end; a second time does nothing."""
+        if self._done or self._process != os.getpid():
+            return
+        self._done = True
+        self._wake.set()
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            self.news.append(
+                f"the disk is too slow: {len(self.rows)} rows or more are not written"
+            )
+
+    # -- in the thread --------------------------------------------------------------
+
+    def _work(self) -> None:
+        held = Batch()
+        counted = 0
+        while True:
+            done = self._done
+            waiting = [self._flushed.popleft() for _ in range(len(self._flushed))]
+            self._take(held)
+            if self.lost != counted:
+                counted = held.meta["lost"] = self.lost
+            if held and self._written(held):
+                held = Batch()
+            for event in waiting:
+                event.set()
+            if done:
+                break
+            self._wake.wait(_PAUSE)
+            self._wake.clear()
+        self._end()
+
+    def _take(self, held: Batch) -> None:
+        """Add what has come to what could not be written yet, within bounds."""
+        while self.rows and len(held.rows) < self._most:
+            held.rows.append(self.rows.popleft())
+        while self.snapshots:
+            step, scale, tensors = self.snapshots.popleft()
+            if len(held.snapshots) < _MOST_SNAPSHOTS:
+                made = tensors() if callable(tensors) else tensors
+                held.snapshots.append((step, scale, made))
+        while self.offenders:
+            held.offenders.append(self.offenders.popleft())
+        while self.meta:
+            held.meta.update(self.meta.popleft())
+
+    def _written(self, held: Batch) -> bool:
+        """Write to the file and the sinks; say no if it must be tried again."""
+        if not self._broken and not self._stored(held):
+            return False
+        for sink in tuple(self._sinks) if held.rows else ():
+            try:
+                sink.write(held.rows)
+            except Exception as error:  # noqa: BLE001 - a sink may fail in any way
+                self._drop(sink, error)
+        return True
+
+    def _stored(self, held: Batch) -> bool:
+        try:
+            if self._store is None and self.path is not None:
+                self._store = Store(self.path, self._budget)
+                self.path = self._store.path
+            if self._store is not None:
+                self._store.write(held.rows, held.snapshots, held.offenders, held.meta)
+        except (sqlite3.Error, OSError, BuoyError, ValueError) as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                return self._done  # somebody holds the file: later
+            self._give_up(error)
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        self.news.append(
+            f"recording to {str(self.path)!r} has stopped: {error}. Training goes on "
+            "without it; what was written so far can be read"
+        )
+        if self._store is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._store.close()
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        self.news.append(
+            f"the sink {type(sink).__name__} has failed and is off from here on: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _end(self) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001
+                self._drop(sink, error)
+        if self._store is not None and not self._broken:
+            with contextlib.suppress(sqlite3.Error, OSError):
+                self._store.write((), meta={"ended": time.time()})
+                self._store.close()
