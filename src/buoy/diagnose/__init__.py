@@ -1,0 +1,46 @@
+"""Find out what happened: which module, what underflows, what the script does wrong.
+
+Importing this imports no framework; what needs PyTorch imports it when it is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from buoy.diagnose.attribute import first_nonfinite
+    from buoy.diagnose.culprit import Culprit
+    from buoy.diagnose.rehearse import rng_state
+    from buoy.diagnose.save import SavedBatch, load_batch, save_batch
+    from buoy.diagnose.skips import ExplainSkips
+
+__all__ = [
+    "Culprit",
+    "ExplainSkips",
+    "SavedBatch",
+    "first_nonfinite",
+    "load_batch",
+    "rng_state",
+    "save_batch",
+]
+
+_HOMES = {
+    "attribute": "first_nonfinite",
+    "culprit": "Culprit",
+    "rehearse": "rng_state",
+    "save": "SavedBatch load_batch save_batch",
+    "skips": "ExplainSkips",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room when it is first asked for."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'buoy.diagnose' has no attribute {name!r}")
+    value = getattr(import_module(f"buoy.diagnose.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

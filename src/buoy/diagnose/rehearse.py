@@ -1,0 +1,170 @@
+"""Run a step's forward and backward pass once more, and leave no trace of it.
+
+Gradients, buffers, random numbers and scalers are afterwards what they were before.
+A step function may go on to unscale, clip, step or update: it is stopped there, so a
+whole training step can be given as it stands.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from buoy.torch.scaling import scaled
+
+__all__ = [
+    "Rehearsed",
+    "RngState",
+    "StepFn",
+    "kept_aside",
+    "rehearse",
+    "rng_state",
+    "set_rng_state",
+]
+
+StepFn = Callable[[], Any]
+RngState = dict[str, Any]
+
+_AFTER = ("unscale_", "step", "update", "clip_grad_norm_", "clip_grad_value_")
+
+
+class _Over(BaseException):
+    """The passes are done: what follows would change something."""
+
+
+def rehearse(step_fn: StepFn, *, scale: float | None = None) -> "Rehearsed":
+    """Run the passes of a step; return the losses, unscaled, and the scale.
+
+    Losses are multiplied by `scale`, or by their scaler's own.  A loss that `step_fn`
+    returns without having run backward through it, is.
+    """
+    seen = Rehearsed(scale)
+    with _scalers_at_rest(seen, scale), _eager():
+        try:
+            returned = step_fn()
+        except _Over:
+            returned = None
+        if isinstance(returned, torch.Tensor) and not seen.losses:
+            seen.losses.append(returned.detach())
+        if isinstance(returned, torch.Tensor) and not seen.backward:
+            factor = torch.full((), scale or 1.0, device=returned.device)
+            (returned * factor).backward()  # type: ignore[no-untyped-call]
+    return seen
+
+
+class Rehearsed:
+    """What a rehearsal let be seen."""
+
+    def __init__(self, scale: float | None) -> None:
+        self.scale = scale
+        self.losses: list[torch.Tensor] = []
+        self.backward = False
+
+
+def _eager() -> Any:
+    """Keep compiled modules from running past the hooks."""
+    stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
+    return nullcontext() if stance is None else stance("force_eager")
+
+
+@contextmanager
+def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
+    """Let every scaler multiply and do nothing else, and no optimizer step."""
+
+    def multiply(self: TorchGradScaler, outputs: Any) -> Any:
+        if not isinstance(outputs, torch.Tensor):
+            return scaled(self, outputs)  # type: ignore[arg-type]
+        seen.losses.append(outputs.detach())
+        if not self.is_enabled():
+            return outputs
+        factor = seen.scale = self.get_scale() if scale is None else scale
+        return outputs * torch.full((), factor, device=outputs.device)
+
+    def over(*_: Any, **__: Any) -> None:
+        raise _Over
+
+    original = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        seen.backward = True
+        original(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for kind in _scalers():
+            for name in ("scale", *_AFTER):
+                if name in vars(kind):
+                    made = multiply if name == "scale" else over
+                    stack.callback(setattr, kind, name, vars(kind)[name])
+                    setattr(kind, name, made)
+        stack.callback(setattr, torch.autograd, "backward", original)
+        torch.autograd.backward = backward
+        stack.callback(register_optimizer_step_pre_hook(over).remove)
+        yield
+
+
+def _scalers() -> list[type[TorchGradScaler]]:
+    """List the classes whose methods are torch's or ours, not a user's."""
+    found: list[type[TorchGradScaler]] = []
+    queue = [TorchGradScaler]
+    while queue:
+        kind = queue.pop()
+        queue += kind.__subclasses__()
+        if kind.__module__.split(".")[0] in ("torch", "buoy"):
+            found.append(kind)
+    return found
+
+
+# -- what a rehearsal must not change -------------------------------------------------
+
+
+@contextmanager
+def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[None]:
+    """Put gradients, buffers and random numbers aside, and back in the end."""
+    now = rng_state()
+    grads = [(param, param.grad) for param in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    places = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module._buffers.items()  # noqa: SLF001
+    ]
+    for param, _ in grads:
+        param.grad = None
+    if rng is not None:
+        set_rng_state(rng)
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+        for module, name, value in places:
+            module._buffers[name] = value  # noqa: SLF001
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_rng_state(now)
+
+
+def rng_state() -> RngState:
+    """Take down the state of every source of random numbers that is in use."""
+    state: RngState = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy.random" in sys.modules:
+        state["numpy"] = sys.modules["numpy.random"].get_state()
+    return state
+
+
+def set_rng_state(state: RngState) -> None:
+    """Go back to a state taken down before."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state and "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].set_state(state["numpy"])

@@ -1,0 +1,94 @@
+"""Attribute skipped steps while training goes on."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from buoy.diagnose.attribute import first_nonfinite
+from buoy.diagnose.culprit import Culprit
+from buoy.diagnose.rehearse import RngState, rng_state
+from buoy.diagnose.save import save_batch
+from buoy.torch import GradScaler
+
+__all__ = ["ExplainSkips"]
+
+log = logging.getLogger("buoy.diagnose")
+
+
+class ExplainSkips:
+    """Run steps, and re-run a batch whose step was skipped to see what overflowed.
+
+    `run` does nothing but call the function it is given, and remember it.  When
+    `update` finds that the step was skipped, that batch runs once more under hooks,
+    with the random numbers it had and at the scale it had; what was found is logged
+    (logger `buoy.diagnose`), kept in `culprits`, and saved with the batch if `folder`
+    is given.  Training goes on as if nothing had been looked at.
+
+    Args:
+        scaler: a `buoy.torch.GradScaler`.
+        model: whose modules are to be named.
+        limit: how many skips to look at; the first ones tell most.
+        folder: where to save the batches that were skipped; None to save none.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu", init_scale=2.0**127)
+        >>> skips = ExplainSkips(scaler, model)
+        >>> def forward_backward(x):
+        ...     scaler.scale(1e3 * model(x).sum()).backward()
+        >>> skips.run(forward_backward, torch.ones(4, 2))
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> skips.culprits[0].direction
+        'backward'
+    """
+
+    def __init__(
+        self,
+        scaler: GradScaler,
+        model: torch.nn.Module,
+        *,
+        limit: int = 10,
+        folder: str | Path | None = None,
+    ) -> None:
+        self.culprits: list[Culprit | None] = []
+        self._scaler, self._model = scaler, model
+        self._left, self._folder = limit, folder
+        self._kept: tuple[Callable[..., Any], tuple[Any, ...], RngState] | None = None
+        self._updates = 0
+        scaler.gate(self._after_update, advance_on="attempted")
+
+    def run(self, step_fn: Callable[..., Any], *batch: Any) -> Any:
+        """Call `step_fn(*batch)`, remembering it until the next update."""
+        if self._left > 0:
+            self._kept = (step_fn, batch, rng_state())
+        return step_fn(*batch)
+
+    def _after_update(self) -> None:
+        self._updates += 1
+        kept, self._kept = self._kept, None
+        last = self._scaler.last_step
+        if kept is None or last is None or last.applied:
+            return
+        self._left -= 1
+        step_fn, batch, rng = kept
+        culprit = first_nonfinite(
+            self._model, lambda: step_fn(*batch), scale=last.scale, rng=rng
+        )
+        self.culprits.append(culprit)
+        self._tell(culprit, batch, rng)
+
+    def _tell(
+        self, culprit: Culprit | None, batch: tuple[Any, ...], rng: RngState
+    ) -> None:
+        where = ""
+        if self._folder is not None:
+            path = Path(self._folder) / f"step-{self._updates}.pt"
+            save_batch(path, batch, rng=rng, culprit=culprit, step=self._updates)
+            where = f" The batch was saved as {path}."
+        said = "Run again, the same batch is finite." if culprit is None else culprit
+        log.warning("Update %d was skipped. %s%s", self._updates, said, where)

@@ -1,0 +1,307 @@
+"""The first module to go non-finite is named, and training does not notice."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformer import Transformer, batch, loss_of, spoil
+
+from buoy.diagnose import first_nonfinite
+from buoy.torch import GradScaler
+
+NAMES = [
+    name
+    for name, module in Transformer().named_modules()
+    if not isinstance(module, nn.ModuleList)
+]
+
+
+def one_line(culprit):
+    """Say it without line breaks."""
+    return " ".join(str(culprit).split())
+
+
+def culprit_of(model, **options):
+    """Attribute one step of a spoilt transformer."""
+    tokens = batch()
+    return first_nonfinite(
+        model, lambda: loss_of(model, tokens).backward(), measure=False, **options
+    )
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_module_of_twelve_blocks_is_named_when_it_overflows(direction):
+    """Injected into each of them in turn, in either direction: all are found."""
+    wrong, model = [], Transformer()
+    for name in NAMES:
+        undo = spoil(model.get_submodule(name), direction)
+        found = culprit_of(model)
+        undo()
+        if found is None or (found.module, found.direction) != (name, direction):
+            wrong.append((name, found))
+
+    assert [] == wrong
+    assert len(NAMES) == 136
+
+
+def test_every_module_is_named_when_the_gradient_of_its_input_overflows():
+    """The other end of each module; of the first one no gradient is asked."""
+    wrong, model = [], Transformer()
+    for name in NAMES:
+        if name in ("", "embed"):  # they take whole numbers
+            continue
+        undo = spoil(model.get_submodule(name), "backward", at_input=True)
+        found = culprit_of(model)
+        undo()
+        if found is None or (found.module, found.direction) != (name, "backward"):
+            wrong.append((name, found))
+
+    assert [] == wrong
+
+
+def test_a_healthy_step_has_no_culprit():
+    """Masks of -inf on the way are none."""
+    assert culprit_of(Transformer()) is None
+
+
+class Half(nn.Module):
+    """A module whose output needs more than FP16 has."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.wide = nn.Linear(8, 8)
+        nn.init.constant_(self.wide.weight, factor)
+        nn.init.zeros_(self.wide.bias)
+
+    def forward(self, x):
+        return self.wide(self.inner(x).clamp(1.0, 1.0))
+
+
+def test_a_real_fp16_overflow_forward_is_measured():
+    """Input and output, the distance to 65504 in bits, and that no scale helps."""
+    model = Half(factor=2.0**14)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            return model(torch.ones(2, 8)).float().mean()
+
+    found = first_nonfinite(model, step)
+
+    assert ("wide", "Linear", "forward") == (found.module, found.kind, found.direction)
+    assert "float16" == found.dtype
+    assert 1.0 == found.input_amax
+    assert 2.0**17 == found.needed
+    assert -1.0 == pytest.approx(found.headroom, abs=1e-3)
+    assert found.fitting_scale is None
+    assert "No scale helps" in one_line(found)
+    assert "1.0 bits above" in one_line(found)
+
+
+def test_a_real_fp16_overflow_backward_tells_the_scale_that_fits():
+    """At the scale that it names the step is finite, at twice that it is not."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    scaler = GradScaler("cpu", init_scale=2.0**24)
+    x = torch.randn(3, 8)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+
+    found = first_nonfinite(model, step)
+
+    assert ("backward", 2.0**24) == (found.direction, found.scale)
+    assert found.headroom < 0
+    assert found.fitting_scale < 2.0**24
+    at_fit = first_nonfinite(model, step, scale=found.fitting_scale)
+    assert at_fit is None or at_fit.module != found.module
+    above = first_nonfinite(model, step, scale=2 * found.fitting_scale)
+    assert above.module == found.module
+    assert "it would have fitted at 2^" in one_line(found)
+
+
+def test_code_between_modules_is_laid_to_the_module_that_holds_it():
+    """`inside blocks.3, after attn`."""
+    model = Transformer(4)
+    block = model.blocks[3]
+
+    def forward(x, mask):
+        x = (x + block.attn(block.ln1(x), mask=mask)) * float("inf")
+        return x + block.mlp(block.ln2(x))
+
+    block.forward = forward
+    found = culprit_of(model)
+
+    assert ("blocks.3", "between") == (found.module, found.part)
+    assert ("blocks.3.attn", "blocks.3.ln2") == (found.after, found.before)
+    assert "inside `blocks.3` (Block), after `attn`, before `ln2`" in one_line(found)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_loss_itself_can_be_the_culprit(direction):
+    """Finite logits, and what is made of them, or of its gradient, is not."""
+    model = Transformer(1)
+    tokens = batch()
+
+    def step():
+        nothing = model(tokens) * 0
+        loss = nothing.log() if direction == "forward" else nothing.abs().sqrt()
+        loss.sum().backward()
+        return loss.sum()
+
+    found = first_nonfinite(model, step)
+
+    assert ("loss", direction) == (found.part, found.direction)
+    assert "after the model" in str(found)
+
+
+def test_a_batch_that_is_not_finite_is_said_to_be():
+    """Nothing of the model is to blame."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    found = first_nonfinite(
+        model, lambda: model(torch.tensor([[1.0, torch.nan]])).sum()
+    )
+
+    assert "input" == found.part
+    assert "the batch itself" in str(found)
+
+
+def test_weights_that_are_not_finite_are_named():
+    """The module is right, and so is what to do."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data[0, 0] = float("nan")
+    found = first_nonfinite(model, lambda: model(torch.ones(1, 2)).sum())
+
+    assert ("1", ("weight",)) == (found.module, found.poisoned)
+    assert "checkpoint" in str(found)
+
+
+def everything(model):
+    """Copy all that a rehearsal must leave alone."""
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        {
+            n: None if p.grad is None else p.grad.clone()
+            for n, p in model.named_parameters()
+        },
+        [id(p.grad) for p in model.parameters()],
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),  # noqa: NPY002
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    )
+
+
+def same(a, b):
+    """Compare nested values, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails):
+    """Weights, gradients, BatchNorm's buffers, random numbers, hooks, the scaler."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", policy="headroom")
+    x = torch.randn(8, 4)
+
+    def step():
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        if fails:
+            raise KeyError("stop")
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaler.scale(model(x).square().mean()).backward()
+    before, state = everything(model), scaler.state_dict()
+    losses, stages = list(scaler._losses), dict(scaler._per_optimizer_states)
+    if fails:
+        with pytest.raises(KeyError):
+            first_nonfinite(model, step)
+    else:
+        assert first_nonfinite(model, step) is None
+
+    assert same(before, everything(model))
+    assert state == scaler.state_dict()
+    assert losses == list(scaler._losses)
+    assert stages == dict(scaler._per_optimizer_states)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+
+
+def test_random_numbers_are_those_of_the_step():
+    """With the state taken down before it, dropout drops what it dropped."""
+    from buoy.diagnose import rng_state
+
+    model, seen = nn.Sequential(nn.Linear(4, 64), nn.Dropout()), []
+    rng = rng_state()
+
+    def step():
+        out = model(torch.ones(1, 4))
+        seen.append((out == 0).tolist())
+        return out.sum()
+
+    step()
+    torch.rand(3)
+    first_nonfinite(model, step, rng=rng)
+
+    assert seen[0] == seen[1]
+
+
+def test_activation_checkpoints_are_seen_through():
+    """Modules that run again during the backward pass confuse nothing."""
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), Block2(), nn.Linear(4, 1))
+        spoil(model[1].inner, "backward")
+        step = model_step(model, reentrant, checkpoint)
+        assert "1.inner" == first_nonfinite(model, step).module
+
+
+class Block2(nn.Module):
+    """A module with one inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).relu()
+
+
+def model_step(model, reentrant, checkpoint):
+    """Run the middle of a model under a checkpoint."""
+
+    def step():
+        x = model[0](torch.ones(2, 4))
+        x = checkpoint(model[1], x, use_reentrant=reentrant)
+        model[2](x).sum().backward()
+
+    return step
+
+
+def test_modules_of_the_field_can_be_watched():
+    """Torch's own encoder layer, called with keywords, returning tuples."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    spoil(model.linear2, "backward")
+    found = first_nonfinite(model, lambda: model(torch.randn(2, 3, 16)).sum())
+
+    assert ("linear2", "backward") == (found.module, found.direction)
