@@ -19,10 +19,12 @@ from buoy.torch.errors import (
     BuoyWarning,
     ClosureError,
     DeviceModeError,
+    DtypeDriftError,
     EmptyStateError,
     FactorError,
     Fp16GradientsError,
     LossTypeError,
+    MasterWeightsError,
     MidIterationError,
     NewScaleError,
     NoGradientsError,
@@ -36,6 +38,7 @@ from buoy.torch.errors import (
     UnscaleAfterStepError,
     UnscaleTwiceError,
 )
+from buoy.torch.masters import MasterWeights
 from buoy.torch.scaler import GradScaler
 from buoy.torch.step import LastStep
 from buoy.torch.watch import Stuck, StuckWarning
@@ -45,12 +48,15 @@ __all__ = [
     "BuoyWarning",
     "ClosureError",
     "DeviceModeError",
+    "DtypeDriftError",
     "EmptyStateError",
     "FactorError",
     "Fp16GradientsError",
     "GradScaler",
     "LastStep",
     "LossTypeError",
+    "MasterWeights",
+    "MasterWeightsError",
     "MidIterationError",
     "NewScaleError",
     "NoGradientsError",

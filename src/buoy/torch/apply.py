@@ -9,6 +9,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from buoy.torch import holes, survey, words
 from buoy.torch.gather import gather
+from buoy.torch.masters import masters_of
 from buoy.torch.select import selected_step
 
 if TYPE_CHECKING:
@@ -174,6 +176,8 @@ def settled(
     if found is None:
         return None
     if scaler._never_sync:
-        return selected_step(optimizer, found, args, kwargs)
+        masters = masters_of(optimizer)
+        with nullcontext() if masters is None else masters.swapped():
+            return selected_step(optimizer, found, args, kwargs)
     record["finite"] = finite = scaler._ask(record, found)
     return optimizer.step(*args, **kwargs) if finite else None

@@ -101,7 +101,9 @@ class Clipping(Reporting):
     ) -> None:
         """Look at the scaled gradients once; note norm, flag and multiplier."""
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        gathered = gather(optimizer, allow_fp16=apply.hands_over(optimizer))
+        gathered = self._halves.gather(
+            optimizer, self._names, apply.hands_over(optimizer)
+        )
         if not gathered.grads:
             return
         self._guide.before_look(optimizer)

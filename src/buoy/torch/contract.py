@@ -16,7 +16,8 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy.torch import apply, survey, words
 from buoy.torch.errors import NewScaleError
-from buoy.torch.gather import Gathered, gather
+from buoy.torch.gather import Gathered
+from buoy.torch.halves import Halves
 from buoy.torch.misuse import Guide
 from buoy.torch.names import Names
 from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
@@ -36,6 +37,7 @@ class Contract(TorchGradScaler):
     _rule: Classic | Governed
     _strict: bool
     _never_sync: bool
+    _halves: Halves
     _guide: Guide
     _watch: Watch
     _names: Names
@@ -86,7 +88,7 @@ class Contract(TorchGradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Check and multiply the gradients; return a flag per device (torch's way)."""
         with torch.no_grad():
-            gathered = gather(optimizer, allow_fp16=allow_fp16)
+            gathered = self._halves.gather(optimizer, self._names, allow_fp16)
             if self._guide.watching:
                 self._guide.before_look(optimizer)
                 self._guide.before_unscale(self, optimizer, gathered)
@@ -140,7 +142,7 @@ class Contract(TorchGradScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._per_optimizer_states[id(optimizer)]
         with torch.no_grad():
-            gathered = gather(optimizer)
+            gathered = self._halves.gather(optimizer, self._names)
             self._guide.before_look(optimizer)
             inverse = backend.reciprocal(scale)
             if self._rule.wants or self._listeners:

@@ -19,10 +19,12 @@ __all__ = [
     "BuoyWarning",
     "ClosureError",
     "DeviceModeError",
+    "DtypeDriftError",
     "EmptyStateError",
     "FactorError",
     "Fp16GradientsError",
     "LossTypeError",
+    "MasterWeightsError",
     "MidIterationError",
     "NewScaleError",
     "NoGradientsError",
@@ -76,6 +78,14 @@ class OptimizerInBackwardError(CallOrderError):
 
 class Fp16GradientsError(BuoyError, ValueError):
     """Parameters are FP16, so their gradients cannot be unscaled without loss."""
+
+
+class DtypeDriftError(Fp16GradientsError):
+    """Parameters that were FP32 have been cast to half precision meanwhile."""
+
+
+class MasterWeightsError(BuoyError, RuntimeError):
+    """Master weights cannot be kept for this optimizer as it is."""
 
 
 class LossTypeError(BuoyError, ValueError):

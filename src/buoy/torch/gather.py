@@ -34,7 +34,7 @@ _PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float64})
 _STRIDED = torch.strided
 
 
-def gather(optimizer: Any, *, allow_fp16: bool = True) -> Gathered:
+def gather(optimizer: Any) -> Gathered:
     """Walk the parameters once and sort their gradients by device and dtype."""
     grads = [
         grad
@@ -44,18 +44,11 @@ def gather(optimizer: Any, *, allow_fp16: bool = True) -> Gathered:
     ]
     if _ordinary(grads):
         return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)], False)
-    halves, sparse = [], False
+    sparse = False
     for i, (param, grad) in enumerate(zip(owners(optimizer), grads, strict=True)):
         if grad.dtype not in _PLAIN or grad.layout is not _STRIDED:
             sparse = sparse or grad.is_sparse
-            if grad.dtype is torch.float16 and not allow_fp16:
-                halves.append(param)
             grads[i] = _real_and_dense(param, grad)
-    if halves:
-        # Imported here: an error's words need not be loaded before they are said.
-        from buoy.torch.words import fp16_gradients  # noqa: PLC0415
-
-        raise fp16_gradients(halves)
     return Gathered(grads, _sorted(grads), sparse)
 
 

@@ -38,6 +38,19 @@ class Names:
         known = {**_places(optimizer), **self.known}
         return tuple(known.get(id(param), "an unnamed parameter") for param in params)
 
+    def described(self, optimizer: Any, params: list[torch.Tensor]) -> tuple[str, ...]:
+        """Name these parameters, and the kind of module that each belongs to."""
+        kinds = {}
+        if self.model is not None:
+            for module in self.model.modules():
+                for param in module.parameters(recurse=False):
+                    kinds[id(param)] = f" ({type(module).__name__})"
+        names = self.of(optimizer, params)
+        return tuple(
+            f"`{name}`{kinds.get(id(param), '')}"
+            for name, param in zip(names, params, strict=True)
+        )
+
 
 def _places(optimizer: Any) -> dict[int, str]:
     places = {}

@@ -18,6 +18,7 @@ from buoy._core.state import Verdict
 from buoy.torch import apply, misuse, options, saved, traced, verdicts, words
 from buoy.torch.clip import Clipping
 from buoy.torch.errors import EmptyStateError, MidIterationError
+from buoy.torch.halves import Fp16Params, Halves
 from buoy.torch.mailbox import Mailbox
 from buoy.torch.names import Names
 from buoy.torch.rule import Evidence
@@ -50,6 +51,8 @@ class GradScaler(Clipping):
         sync: "auto" asks the device once per step of an optimizer that does not take
             `found_inf`; "never" computes such steps and undoes them on the device.
         model, named_parameters: where the names of parameters come from.
+        fp16_params: "master" keeps FP32 copies of FP16 parameters and updates those;
+            "error" refuses them; None does as torch, which refuses all but fused ones.
         strict_torch: do as torch does even where torch is wrong (see docs/torch.md).
         trace: a file to record the run in, by rank 0, or a `buoy.trace.Recorder`.
 
@@ -82,6 +85,7 @@ class GradScaler(Clipping):
         sync: Literal["auto", "never"] = "auto",
         model: torch.nn.Module | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        fp16_params: Fp16Params | None = None,
         strict_torch: bool = False,
         trace: "str | os.PathLike[str] | Recorder | None" = None,
     ) -> None:
@@ -108,6 +112,7 @@ class GradScaler(Clipping):
             self._init_scale = float(self._rule.known(self) or 1.0)
         self._never_sync = options.never_syncs(sync)
         self._names = Names(model, named_parameters)
+        self._halves = Halves(fp16_params)
         self._watch = Watch(on_stuck, patience)
         self._turn = 0
         self._begin()

@@ -14,6 +14,7 @@ from buoy._backends import torch as backend
 from buoy.torch import words
 from buoy.torch.errors import DeviceModeError
 from buoy.torch.gather import owners
+from buoy.torch.masters import masters_of
 from buoy.torch.rule import Evidence
 from buoy.torch.select import selected_step
 
@@ -105,6 +106,13 @@ def _refuse(optimizer: Any) -> None:
             "Build it with `fused=False`: the compiler fuses it; or leave "
             "`scaler.step` out "
             "of the compiled function."
+        )
+        raise DeviceModeError(message)
+    if masters_of(optimizer) is not None:
+        message = (
+            "torch.compile does not trace a step with master weights: they stand in "
+            "for the parameters while the optimizer steps. Leave `scaler.step` out of "
+            "the compiled function."
         )
         raise DeviceModeError(message)
     plain = isinstance(optimizer, torch.optim.SGD) and not any(

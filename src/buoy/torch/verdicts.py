@@ -15,6 +15,7 @@ from buoy._backends import torch as backend
 from buoy._core.state import Verdict
 from buoy._core.verdicts import HISTORY, judge_losses
 from buoy.torch.gather import parameters_of
+from buoy.torch.masters import masters_of
 
 __all__ = ["EXPLAINED", "HISTORY", "judge", "poisoned"]
 
@@ -59,7 +60,9 @@ def judge(
 
 def poisoned(optimizer: Any) -> bool:
     """Say whether a weight or a state tensor is non-finite.  Reads on the host."""
+    masters = masters_of(optimizer)
     held = [param.detach() for param in parameters_of(optimizer)]
+    held += [] if masters is None else masters.masters
     for state in getattr(optimizer, "state", {}).values():
         if isinstance(state, dict):
             held += [value for value in state.values() if torch.is_tensor(value)]

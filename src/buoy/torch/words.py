@@ -7,7 +7,9 @@ import torch
 from buoy.torch.errors import (
     BeforeScaleError,
     ClosureError,
+    DtypeDriftError,
     Fp16GradientsError,
+    MasterWeightsError,
     NoGradientsError,
     NothingRecordedError,
     OptimizerInBackwardError,
@@ -19,8 +21,12 @@ from buoy.torch.errors import (
 __all__ = [
     "before_scale",
     "closure",
+    "drifted",
     "fp16_gradients",
     "in_backward",
+    "masters_twice",
+    "narrow_state",
+    "no_grad_dtype",
     "no_gradients",
     "nothing_recorded",
     "step_twice",
@@ -100,17 +106,61 @@ def closure() -> ClosureError:
     )
 
 
-def fp16_gradients(params: list[torch.Tensor]) -> Fp16GradientsError:
+def fp16_gradients(described: tuple[str, ...]) -> Fp16GradientsError:
     """List the parameters that are FP16."""
-    shapes = ", ".join("x".join(map(str, p.shape)) or "scalar" for p in params[:5])
-    more = f" and {len(params) - 5} more" if len(params) > 5 else ""
     return Fp16GradientsError(
-        f"Attempting to unscale FP16 gradients. {len(params)} parameters of this "
-        f"optimizer are torch.float16 (shapes {shapes}{more}): dividing their "
-        "gradients by the scale would underflow, and updates smaller than 1/1024 of a "
-        "weight would be lost. Keep the parameters in float32 (`model.float()`) and "
-        "use `torch.autocast(..., torch.float16)` for the forward pass."
+        f"Attempting to unscale FP16 gradients. {len(described)} parameters of this "
+        f"optimizer are torch.float16: {_listed(described)}. Dividing their gradients "
+        "by the scale would underflow, and updates smaller than 1/2048 of a weight "
+        "would be lost. Keep the parameters in float32 (`model.float()`) and use "
+        "`torch.autocast(..., torch.float16)` for the forward pass; or let Buoy keep "
+        "FP32 copies of them: `GradScaler(..., fp16_params='master')`."
     )
+
+
+def drifted(described: tuple[str, ...], dtype: torch.dtype) -> DtypeDriftError:
+    """List the parameters that were cast in the course of training."""
+    return DtypeDriftError(
+        f"Attempting to unscale FP16 gradients. {len(described)} parameters of this "
+        f"optimizer were float32 and are {dtype} now: {_listed(described)}. Something "
+        "cast them between two steps, such as `model.half()` before a validation or "
+        "an export, and what FP32 held beyond that is lost. Go back to a checkpoint, "
+        "and cast a copy next time: `copy.deepcopy(model).half()`."
+    )
+
+
+def masters_twice() -> MasterWeightsError:
+    """Say that an optimizer has masters already."""
+    return MasterWeightsError(
+        "This optimizer has master weights already; a second set would never be "
+        "updated. Use the `MasterWeights` that was made first, or build the optimizer "
+        "anew."
+    )
+
+
+def narrow_state(described: str) -> MasterWeightsError:
+    """Say that an optimizer's state has been cast to half precision."""
+    return MasterWeightsError(
+        f"The optimizer's state for {described} is in half precision already: it "
+        "stepped or loaded a checkpoint before it had master weights, and torch casts "
+        "a loaded state to the parameters' dtype. Call "
+        "`buoy.torch.MasterWeights(optimizer)` right after building the optimizer, "
+        "before `optimizer.load_state_dict(...)` and before its first step."
+    )
+
+
+def no_grad_dtype() -> MasterWeightsError:
+    """Say that torch is too old for FP32 gradients of FP16 parameters."""
+    return MasterWeightsError(
+        f"torch {torch.__version__} cannot hold an FP32 gradient of an FP16 parameter, "
+        "so it could not be unscaled without loss. Use torch 2.10 or newer, or keep "
+        "the parameters in float32 and use `torch.autocast(..., torch.float16)`."
+    )
+
+
+def _listed(described: tuple[str, ...], most: int = 8) -> str:
+    more = len(described) - most
+    return ", ".join(described[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def no_gradients(causes: Iterable[str]) -> NoGradientsError:
