@@ -114,22 +114,27 @@ class Contract(TorchGradScaler):
         record: dict[str, Any],
         gathered: Gathered,
         inverse: torch.Tensor,
-    ) -> None:
-        """Measure what is wanted beyond whether all is finite; let others look too."""
-        if self._rule.wants:
-            self._measure(record, gathered, inverse)
+    ) -> torch.Tensor | None:
+        """Measure what is wanted beyond whether all is finite; let others look too.
+
+        Who measures has checked: returns the flag, if the policy wanted anything.
+        """
+        found = None
+        if self._rule.wants and gathered.grads:
+            found = self._measure(record, gathered, inverse).found
         for listener in self._listeners:
             listener.look(self, optimizer, record, gathered)
+        return found
 
     def _measure(
         self, record: dict[str, Any], gathered: Gathered, inverse: torch.Tensor
-    ) -> None:
+    ) -> survey.Survey:
         """Measure what the policy wants to know."""
-        if not gathered.grads:
-            return
-        record["amax"] = survey.largest(gathered, inverse.reshape(())).amax
+        seen = survey.largest(gathered, inverse.reshape(()))
+        record["amax"] = seen.amax
         if "underflow" in self._rule.wants and self._turn % _UNDERFLOW_EVERY == 0:
             record["underflow"] = survey.underflow(gathered, inverse.device)
+        return seen
 
     def _may_overflow(self) -> bool:
         """Say whether dividing by the scale could itself overflow."""
@@ -145,9 +150,14 @@ class Contract(TorchGradScaler):
             gathered = self._halves.gather(optimizer, self._names)
             self._guide.before_look(optimizer)
             inverse = backend.reciprocal(scale)
+            seen = None
             if self._rule.wants or self._listeners:
-                self._look(optimizer, record, gathered, inverse)
-            found = survey.check(gathered, inverse, check_result=self._may_overflow())
+                seen = self._look(optimizer, record, gathered, inverse)
+            if seen is None:
+                checks = self._may_overflow()
+                found = survey.check(gathered, inverse, check_result=checks)
+            else:
+                found = {seen.device: seen}
         record["found_inf_per_device"] = self._agree(found)
         return self._found_inf_per_device(optimizer)
 
