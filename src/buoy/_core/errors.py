@@ -8,6 +8,7 @@
     +-- MissingBackendError (ImportError)   a framework or an extra is not installed
     +-- CallOrderError (RuntimeError)       methods came in the wrong order
     +-- ScaleCollapsedError (ArithmeticError)  the scale cannot fall any further
+    +-- OptionError (ValueError)            a front end's option cannot be that
 
 Each is also the builtin that a caller would expect, and each message says what was
 wrong with which value, what is accepted, and what to do.
@@ -20,6 +21,7 @@ __all__ = [
     "BuoyWarning",
     "CallOrderError",
     "MissingBackendError",
+    "OptionError",
     "PolicyError",
     "ScaleCollapsedError",
     "StateVersionError",
@@ -58,6 +60,10 @@ class MissingBackendError(BuoyError, ImportError):
 
 class CallOrderError(BuoyError, RuntimeError):
     """A front end's methods were called in an order that cannot be right."""
+
+
+class OptionError(BuoyError, ValueError):
+    """An option has a value that is not among those accepted."""
 
 
 class ScaleCollapsedError(BuoyError, ArithmeticError):

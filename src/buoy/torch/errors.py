@@ -9,6 +9,7 @@ from buoy._core.errors import (
     BuoyError,
     BuoyWarning,
     CallOrderError,
+    OptionError,
     PolicyError,
     ScaleCollapsedError,
     StateVersionError,
@@ -110,10 +111,6 @@ class EmptyStateError(StateVersionError, RuntimeError):
 
 class FactorError(PolicyError, AssertionError):
     """A factor that moves the scale would not move it, or the wrong way."""
-
-
-class OptionError(BuoyError, ValueError):
-    """An option has a value that is not among those accepted."""
 
 
 class DeviceModeError(BuoyError, RuntimeError):

@@ -1,0 +1,190 @@
+"""One step: look at the gradients, move the scale, apply the update or leave it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from buoy._backends.jax import ops
+from buoy._core.policy import Policy
+from buoy._core.state import Seen
+from buoy.jax import foresight, leaves
+from buoy.jax.agree import check_axes
+from buoy.jax.errors import NoScaleError, StructureError
+from buoy.jax.masters import keeps_masters
+from buoy.jax.state import LossScaledState
+from buoy.jax.survey import Survey, agreed, survey, underflow
+
+__all__ = ["Options", "advance"]
+
+_UNDERFLOW_EVERY = 16  # counting small gradients costs a pass of its own
+_SMALL = 2.0**-20  # see `Seen.underflow`
+_OPS = ops()
+
+
+class Options(NamedTuple):
+    """What `loss_scaled` was given, checked."""
+
+    inner: optax.GradientTransformationExtraArgs
+    policy: Policy
+    max_norm: float | None
+    axes: tuple[Any, ...] | None
+    history: int
+    measure_amax: bool = False
+
+
+class _Scales(NamedTuple):
+    """The scale that the gradients carry, and the one their backward pass ran at."""
+
+    inverse: jax.Array  # float32 []: 1 / the planned scale, which they carry
+    lowered: jax.Array  # float32 []: the foreseen scale / the planned one
+
+
+def advance(
+    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, LossScaledState]:
+    """Return the updates and the next state."""
+    _check(options, grads, state, params)
+    policy = options.policy
+    loss = foresight.agreed(extra.get("value"), options.axes)
+    before = foresight.foreseen(policy, state.scaling, loss)
+    scales = _scales(state.scaling, before)
+    looked = _look(options, jax.tree.leaves(grads), scales, state.steps)
+    seen = _seen(looked, scales)
+    applied = jnp.asarray(policy.applies(seen))
+    after = policy.update(before, seen, ops=_OPS)
+    norm = looked.norm * scales.inverse
+    factor = _factor(norm, scales.inverse, options.max_norm)
+    updates, inner = _inner(options, _multiplied(grads, factor), state, params, extra)
+    numbers = (before.scale, after.scale, applied, norm, _amax(looked, scales), loss)
+    # Adding -0.0 is the only addition that leaves every number as it is.
+    updates = jax.tree.map(
+        lambda u: jnp.where(applied, u, jnp.full((), -0.0, u.dtype)), updates
+    )
+    return updates, LossScaledState(
+        scaling=after,
+        inner=_where(applied, inner, state.inner),
+        steps=state.steps + 1,
+        rows=_written(state.rows, _row(numbers), state.steps),
+        bad=_written(state.bad, looked.bad, state.steps),
+        plan=state.plan,
+    )
+
+
+def _check(options: Options, grads: Any, state: Any, params: Any) -> None:
+    if not isinstance(state, LossScaledState):
+        message = (
+            "The state passed to `update` is not one of `loss_scaled`, got "
+            f"{type(state).__name__}. Pass what `init` or the last `update` of this "
+            "very transformation returned."
+        )
+        raise NoScaleError(message)
+    if type(state.scaling) is not type(options.policy.init()):
+        message = (
+            f"The state holds a {type(state.scaling).__name__}, and the policy is "
+            f"{type(options.policy).__name__}. It was made by another policy: start "
+            "from `init`, or build `loss_scaled` with the policy of the checkpoint."
+        )
+        raise StructureError(message)
+    leaves.check_floats(grads, "gradient")
+    if params is not None:
+        leaves.check_same(grads, params)
+    elif leaves.names_of(grads) != state.plan.names:
+        raise StructureError(
+            leaves.difference(leaves.names_of(grads), state.plan.names)
+        )
+    named = dict(zip(leaves.names_of(grads), jax.tree.leaves(grads), strict=True))
+    check_axes(named, options.axes, "gradient")
+
+
+def _scales(planned: Any, foreseen: Any) -> _Scales:
+    """Tell the two scales of a step apart.
+
+    Gradients always carry the planned one, which everybody can read; a backward pass
+    that was foreseen to overflow ran lower, and `value_and_grad` made up for it.
+    """
+    scale = foresight.single(planned.scale)
+    return _Scales(1.0 / scale, foresight.single(foreseen.scale) / scale)
+
+
+def _look(
+    options: Options, flat: Sequence[Any], scales: _Scales, steps: jax.Array
+) -> Survey:
+    looked = survey(flat, scales.inverse, amax=options.measure_amax)
+    if "underflow" in options.policy.wants:
+        turn = (steps + 1) % _UNDERFLOW_EVERY == 0
+        looked = looked._replace(small=underflow(flat, _SMALL / scales.lowered, turn))
+    return agreed(looked, options.axes)
+
+
+def _seen(looked: Survey, scales: _Scales) -> Seen:
+    amax = looked.amax
+    return Seen(
+        finite=jnp.logical_not(jnp.any(looked.bad)),
+        amax_log2=None if amax is None else jnp.log2(amax * scales.lowered),
+        underflow=looked.small,
+    )
+
+
+def _factor(norm: jax.Array, inverse: jax.Array, max_norm: float | None) -> jax.Array:
+    """Unscaling and clipping are one multiplier."""
+    if max_norm is None:
+        return inverse
+    return inverse * jnp.minimum(max_norm / norm, 1.0)
+
+
+def _multiplied(grads: Any, factor: jax.Array) -> Any:
+    def multiply(grad: jax.Array) -> jax.Array:
+        if grad.dtype == jnp.float16:  # what is unscaled does not fit there
+            grad = grad.astype(jnp.float32)
+        if leaves.is_narrow(grad):
+            return (grad.astype(jnp.float32) * factor).astype(grad.dtype)
+        return grad * factor.astype(leaves.real_of(grad))
+
+    return jax.tree.map(multiply, grads)
+
+
+def _inner(
+    options: Options, grads: Any, state: LossScaledState, params: Any, extra: Any
+) -> tuple[Any, Any]:
+    if params is not None and not keeps_masters(state.inner):
+        params = leaves.widened(params)
+    updates, inner = options.inner.update(grads, state.inner, params, **extra)
+    return updates, inner
+
+
+def _where(applied: jax.Array, after: Any, before: Any) -> Any:
+    def select(a: jax.Array, b: jax.Array) -> jax.Array:
+        placed = getattr(jax.typeof(a), "sharding", None)
+        if placed != getattr(jax.typeof(b), "sharding", None):
+            # On a mesh with explicit axes a fresh state may lie otherwise than what
+            # the first update makes of it.
+            b = jax.sharding.reshard(b, placed)  # type: ignore[no-untyped-call]
+        return jnp.where(applied, a, b)
+
+    return jax.tree.map(select, after, before)
+
+
+def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:
+    """Unscale the largest gradient; NaN is kept for "not measured"."""
+    if looked.amax is None:
+        return None
+    amax = looked.amax * scales.inverse
+    return jnp.where(jnp.isnan(amax), jnp.inf, amax)
+
+
+def _row(numbers: Sequence[Any]) -> jax.Array:
+    """Put the numbers of `COLUMNS` side by side; the last says if there is a loss."""
+    known = jnp.asarray(numbers[-1] is not None)
+    return jnp.stack(
+        [
+            jnp.full((), jnp.nan, jnp.float32) if x is None else x.astype(jnp.float32)
+            for x in (*numbers, known)
+        ]
+    )
+
+
+def _written(ring: jax.Array, row: jax.Array, steps: jax.Array) -> jax.Array:
+    return ring.at[steps % len(ring)].set(row)

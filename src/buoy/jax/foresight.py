@@ -1,0 +1,42 @@
+"""The loss before it is scaled: what a policy that looks ahead makes of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from buoy._backends.jax import ops
+from buoy._core.formats import FLOAT32_MAX
+from buoy._core.policy import Policy
+from buoy.jax.agree import largest
+
+__all__ = ["agreed", "foreseen", "single"]
+
+_OPS = ops()
+
+
+def agreed(loss: Any, axes: tuple[Any, ...] | None) -> jax.Array | None:
+    """Take the loss as a number, the same on every device: the largest by size."""
+    if loss is None:
+        return None
+    number = jax.lax.stop_gradient(jnp.asarray(loss)).astype(jnp.float32)
+    number = jnp.mean(number) if number.ndim else number
+    if not axes:
+        return number
+    highest, lowest = largest([number, -number], axes)
+    return jnp.where(highest >= lowest, highest, -lowest)
+
+
+def foreseen(policy: Policy, scaling: Any, loss: jax.Array | None) -> Any:
+    """Return the policy's state for this step's backward pass."""
+    if loss is None or "loss" not in policy.wants:
+        return scaling
+    return policy.foresee(scaling, loss, ops=_OPS)
+
+
+def single(scale: Any) -> jax.Array:
+    """Give the scale as gradients are multiplied by it: in float32, and finite.
+
+    Scalers that keep a Python float may leave float32's range.
+    """
+    return jnp.minimum(jnp.asarray(scale), FLOAT32_MAX).astype(jnp.float32)

@@ -1,0 +1,110 @@
+"""`value_and_grad` with the loss scaled behind the user's back.
+
+The loss itself is never multiplied: the scale enters as the cotangent, on the way
+back.  So an FP16 loss cannot overflow by being scaled, and the value handed back is
+the user's own, bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from buoy.jax import foresight, leaves
+from buoy.jax.agree import check_axes
+from buoy.jax.find import find
+from buoy.jax.state import LossScaledState
+
+__all__ = ["value_and_grad"]
+
+_LARGEST_HALF = 2.0**15  # the largest power of two that FP16 holds
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] | None = None,
+    *,
+    has_aux: bool = False,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Differentiate a loss, its gradient multiplied by the scale in `opt_state`.
+
+    The function returned takes `opt_state` first, then what `fun` takes, and returns
+    what `jax.value_and_grad` would: the loss as it is, auxiliary data with `has_aux`,
+    and the gradients times `scale_of(opt_state)`.  Gradients of FP16 parameters come
+    as float32.  `transform` may be `nnx.value_and_grad` or
+    `equinox.filter_value_and_grad`; further options are passed on to it.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from buoy.jax import loss_scaled
+        >>> opt_state = loss_scaled(optax.sgd(0.1), "static").init(jnp.ones(()))
+        >>> value_and_grad(lambda w, x: w * x)(opt_state, jnp.ones(()), 3.0)
+        (Array(3., dtype=float32), Array(3072., dtype=float32))
+    """
+    if argnums is not None:
+        options["argnums"] = argnums
+
+    def differentiate(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        state = find(opt_state)
+        if transform is jax.value_and_grad and not options.get("allow_int"):
+            _check_arguments(args, argnums)
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            scale = _scale_for(loss, state)
+            return _carry(loss, scale), (aux, scale)
+
+        run = transform(scaled, has_aux=True, **options)
+        (loss, (aux, scale)), grads = run(*args, **kwargs)
+        grads = _at_planned_scale(grads, loss, scale, state)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return differentiate
+
+
+@jax.custom_jvp
+def _carry(loss: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the loss; its derivative is the scale."""
+    del scale
+    return loss
+
+
+@_carry.defjvp
+def _carry_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    loss, scale = primals
+    return loss, tangents[0] * scale.astype(loss.dtype)
+
+
+def _scale_for(loss: Any, state: LossScaledState) -> jax.Array:
+    """Choose the scale of this very backward pass."""
+    plan = state.plan
+    if "loss" in plan.policy.wants:
+        check_axes({"loss": loss}, plan.axes, "value")
+    number = foresight.agreed(loss, plan.axes)
+    scaling = foresight.foreseen(plan.policy, state.scaling, number)
+    scale = foresight.single(scaling.scale)
+    if leaves.is_half(loss):
+        scale = jnp.minimum(scale, _LARGEST_HALF)
+    return scale
+
+
+def _at_planned_scale(
+    grads: Any, loss: Any, scale: jax.Array, state: LossScaledState
+) -> Any:
+    """Make up for a backward pass that ran at a lower scale than was planned."""
+    grads = leaves.widened(grads)
+    if "loss" not in state.plan.policy.wants and not leaves.is_half(loss):
+        return grads
+    up = foresight.single(state.scaling.scale) / scale
+    return jax.tree.map(lambda g: g * up.astype(leaves.real_of(g)), grads)
+
+
+def _check_arguments(args: tuple[Any, ...], argnums: Any) -> None:
+    chosen = argnums if isinstance(argnums, tuple) else (argnums or 0,)
+    for index in chosen:
+        if -len(args) <= index < len(args):
+            leaves.check_floats(args[index], "parameter")

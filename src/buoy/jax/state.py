@@ -1,0 +1,96 @@
+"""What `loss_scaled` keeps from step to step, as one pytree."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from buoy._core.policy import Policy
+from buoy.jax.errors import UnhashablePolicyError
+
+__all__ = ["COLUMNS", "LossScaledState", "Plan", "blank", "planned"]
+
+# What a row of `LossScaledState.rows` holds, in float32.
+COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What does not change: part of the tree's shape, and of what is compiled for."""
+
+    policy: Policy
+    axes: tuple[Any, ...] | None
+    names: tuple[str, ...]
+    digest: int  # taken once: JAX asks for it at every call
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Plan) or self.digest != other.digest:
+            return False
+        mine = (self.policy, self.axes, self.names)
+        return mine == (other.policy, other.axes, other.names)
+
+    def __hash__(self) -> int:
+        return self.digest
+
+
+def planned(
+    policy: Policy, axes: tuple[Any, ...] | None, names: tuple[str, ...]
+) -> Plan:
+    """Make a plan; a policy without a hash is refused, with the field that has none."""
+    try:
+        return Plan(policy, axes, names, hash((policy, axes, names)))
+    except TypeError as error:
+        culprit = _culprit(policy)
+        message = (
+            f"{type(policy).__name__} cannot be part of a compiled function: "
+            f"{culprit} has no hash ({error}). Give it a hashable value, e.g. a tuple "
+            "for a list, and make the policy a frozen dataclass."
+        )
+        raise UnhashablePolicyError(message) from error
+
+
+def _culprit(policy: Any) -> str:
+    for item in fields(policy):
+        value = getattr(policy, item.name)
+        try:
+            hash(value)
+        except TypeError:
+            return f"its field `{item.name}`, {value!r},"
+    return "the policy itself"
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaledState:
+    """The scale, the inner optimizer's state, and what the last steps showed.
+
+    `rows` and `bad` are rings: step number i stands in row i modulo their length.
+    """
+
+    scaling: Any  # the policy's state
+    inner: Any  # the inner transformation's state
+    steps: jax.Array  # int32 []: updates so far, skipped ones too
+    rows: jax.Array  # float32 [history, len(COLUMNS)]
+    bad: jax.Array  # bool [history, leaves]: which gradients were not finite
+    plan: Plan = field(metadata={"static": True})
+
+
+def blank(scaling: Any, inner: Any, history: int, plan: Plan) -> LossScaledState:
+    """Make the state before the first step."""
+    return LossScaledState(
+        scaling=scaling,
+        inner=inner,
+        steps=jnp.zeros((), jnp.int32),
+        rows=jnp.full((history, len(COLUMNS)), jnp.nan, jnp.float32),
+        bad=jnp.zeros((history, len(plan.names)), jnp.bool_),
+        plan=plan,
+    )
+
+
+jax.tree_util.register_dataclass(
+    LossScaledState,
+    data_fields=[f.name for f in fields(LossScaledState) if not f.metadata],
+    meta_fields=[f.name for f in fields(LossScaledState) if f.metadata],
+)

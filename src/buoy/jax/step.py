@@ -1,0 +1,215 @@
+"""What became of the last step: kept on the device until somebody looks."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from buoy._core.state import Step, Verdict
+from buoy._core.verdicts import HISTORY, judge_losses
+from buoy.jax.errors import NoStepError
+from buoy.jax.find import find
+from buoy.jax.leaves import dtype_of
+from buoy.jax.state import COLUMNS, LossScaledState
+
+__all__ = ["Happened", "LastStep", "applied_of", "happened", "last_step"]
+
+
+class Happened(NamedTuple):
+    """One step's row, on plain numbers; None is "not measured"."""
+
+    step: int
+    scale: float
+    next_scale: float
+    applied: bool
+    verdict: Verdict
+    norm: float | None
+    amax: float | None  # of unscaled gradients
+    loss: float | None
+    offenders: tuple[str, ...]
+
+
+def applied_of(opt_state: Any) -> jax.Array:
+    """Tell, under `jit` too, whether the last update was applied.  bool [].
+
+    For what must not move on skipped steps: averages of weights, counters, schedules
+    outside of the inner transformation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from buoy.jax import loss_scaled
+        >>> tx = loss_scaled(optax.sgd(0.1))
+        >>> _, state = tx.update(jnp.ones(2) / 0, tx.init(jnp.ones(2)))
+        >>> applied_of(state)
+        Array(False, dtype=bool)
+    """
+    state = find(opt_state)
+    row = jnp.take(state.rows, (state.steps - 1) % len(state.rows), axis=0)
+    return row[COLUMNS.index("applied")] == 1
+
+
+def last_step(opt_state: Any, params: Any = None) -> "LastStep":
+    """Tell what became of the last step.  Only reading a field waits for the device.
+
+    With `params` the verdict also knows weights that are non-finite themselves.  If
+    your step donates its state, read before the next step.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from buoy.jax import loss_scaled
+        >>> tx = loss_scaled(optax.sgd(0.1), "backoff")
+        >>> params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+        >>> grads = {"w": jnp.ones(2) / 0, "b": jnp.ones(1)}
+        >>> _, state = tx.update(grads, tx.init(params), params)
+        >>> step = last_step(state)
+        >>> step.applied, step.verdict.value, step.offenders, step.next_scale
+        (False, 'scale_too_high', ('w',), 32768.0)
+    """
+    return LastStep(find(opt_state), params)
+
+
+class LastStep:
+    """What became of one step; see `last_step`."""
+
+    __slots__ = ("_params", "_read", "_state", "_verdict")
+
+    def __init__(self, state: LossScaledState, params: Any) -> None:
+        self._state = state
+        self._params = params
+        self._read: list[Happened] | None = None
+        self._verdict: Verdict | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated."""
+        return self._last.applied
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights were left alone."""
+        return not self.applied
+
+    @property
+    def scale(self) -> float:
+        """The scale that this step's backward pass ran at."""
+        return self._last.scale
+
+    @property
+    def next_scale(self) -> float:
+        """The scale that the policy set for the next step."""
+        return self._last.next_scale
+
+    @property
+    def norm(self) -> float | None:
+        """The unscaled norm, before clipping; inf or NaN when skipped."""
+        return self._last.norm
+
+    @property
+    def amax(self) -> float | None:
+        """The largest unscaled gradient, where it was measured."""
+        return self._last.amax
+
+    @property
+    def loss(self) -> float | None:
+        """The loss, if `value=loss` was passed to `update`."""
+        return self._last.loss
+
+    @property
+    def offenders(self) -> tuple[str, ...]:
+        """Key paths of the gradients that were not finite."""
+        return self._last.offenders
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether the policy gave up at this step, as some presets do."""
+        flag = getattr(self._state.scaling, "collapsed", None)
+        return flag is not None and bool(flag)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Why the step was skipped, or that it was applied."""
+        if self._verdict is None:
+            held = (self._state.inner, self._params)
+            self._verdict = self._last.verdict
+            if self.skipped and _poisoned(held):
+                self._verdict = Verdict.POISONED
+        return self._verdict
+
+    def read(self) -> Step:
+        """Read everything."""
+        return Step(
+            applied=self.applied,
+            scale=self.scale,
+            next_scale=self.next_scale,
+            verdict=self.verdict,
+            norm=self.norm,
+            offenders=self.offenders,
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.read())
+
+    @property
+    def _last(self) -> Happened:
+        if self._read is None:
+            self._read = happened(self._state)
+        if not self._read:
+            message = (
+                "No step has been taken with this state yet: nothing to tell. Call "
+                "`tx.update` first, and pass the state that it returned."
+            )
+            raise NoStepError(message)
+        return self._read[-1]
+
+
+def happened(state: LossScaledState) -> list[Happened]:
+    """Read the steps that a state remembers, oldest first, in one transfer."""
+    steps, rows, bad = jax.device_get((state.steps, state.rows, state.bad))
+    return _told(int(steps), np.asarray(rows), np.asarray(bad), state.plan.names)
+
+
+def _told(
+    steps: int, rows: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], names: Any
+) -> list[Happened]:
+    length = len(rows)
+    first = max(0, steps - length)
+    told: list[Happened] = []
+    losses: list[float] = []
+    for i in range(first, steps):
+        row = dict(zip(COLUMNS, map(float, rows[i % length]), strict=True))
+        applied, loss = row["applied"] == 1.0, row["loss"] if row["has_loss"] else None
+        now, before = [] if loss is None else [loss], losses[-HISTORY:]
+        losses += now
+        told.append(
+            Happened(
+                step=i,
+                scale=row["scale"],
+                next_scale=row["next_scale"],
+                applied=applied,
+                verdict=Verdict.APPLIED if applied else judge_losses(now, before),
+                norm=row["norm"],
+                amax=None if math.isnan(row["amax"]) else row["amax"],
+                loss=loss,
+                offenders=tuple(
+                    n for n, b in zip(names, bad[i % length], strict=True) if b
+                ),
+            )
+        )
+    return told
+
+
+def _poisoned(held: Any) -> bool:
+    floats = [
+        leaf
+        for leaf in jax.tree.leaves(held)
+        if jnp.issubdtype(dtype_of(leaf) or jnp.int32, jnp.inexact)
+    ]
+    return not bool(_all_finite(floats))
+
+
+@jax.jit
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+    flags = [jnp.all(jnp.isfinite(array)) for array in arrays]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.ones((), jnp.bool_)

@@ -1,0 +1,146 @@
+"""The one look at the gradients: are they finite, how large, and which are not.
+
+The sum of squares is the check: on a CPU it is the cheapest read there is, and the
+norm comes with it.  Where it is not finite a second look tells an overflowing sum from
+an overflowing gradient.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from buoy._core.formats import FLOAT32_MAX
+from buoy.jax.agree import largest, manual_axes, total
+from buoy.jax.leaves import is_narrow, real_of
+
+__all__ = ["Survey", "agreed", "survey", "underflow"]
+
+
+class Survey(NamedTuple):
+    """What the gradients showed.  Numbers are of the scaled gradients."""
+
+    bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
+    norm: jax.Array  # float32 []
+    amax: jax.Array | None  # float32 []: the largest magnitude, where it is wanted
+    small: jax.Array | None  # float32 []: see `Seen.underflow`; NaN if not measured
+
+
+def survey(
+    leaves: Sequence[Any],
+    inverse: jax.Array,
+    *,
+    amax: bool,
+    branch: bool | None = None,
+) -> Survey:
+    """Look at every gradient once; `inverse` is 1 / scale.
+
+    With `branch` the second look is taken only where it is needed.  Accelerators
+    would have to ask the host for that, and read a gradient once for all its
+    reductions: there, and where devices see different parts, it is always taken.
+    """
+    if not leaves:
+        zero = jnp.zeros((), jnp.float32)
+        return Survey(jnp.zeros((0,), jnp.bool_), zero, zero if amax else None, None)
+    if branch is None:
+        branch = jax.default_backend() == "cpu" and not manual_axes()
+    squares = [total(_squares(leaf)) for leaf in leaves]
+    norm = jnp.sqrt(sum(squares[1:], start=squares[0]))
+    sizes = [_largest(leaf) for leaf in leaves] if amax or not branch else None
+    top = None if sizes is None else _top(sizes)
+    fine = jnp.isfinite(norm * inverse)
+    if branch:
+        bad, norm = jax.lax.cond(fine, _first_look, _second_look, leaves, norm, inverse)
+    else:
+        bad = _overflows(sizes or [], inverse)
+        count = float(sum(jnp.size(leaf) for leaf in leaves)) ** 0.5
+        norm = jnp.where(jnp.isfinite(norm), norm, (_top(sizes or []) * count))
+    return Survey(bad, norm, top if amax else None, None)
+
+
+def _squares(leaf: jax.Array) -> jax.Array:
+    wide = _wide(leaf)
+    return jnp.sum(jnp.real(wide * jnp.conj(wide))).astype(jnp.float32)
+
+
+def _largest(leaf: jax.Array) -> jax.Array:
+    # The largest magnitude; NaN where there is one.
+    return jnp.max(jnp.abs(leaf), initial=0).astype(jnp.float32)
+
+
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.float32) if is_narrow(leaf) else leaf
+
+
+def _top(sizes: list[jax.Array]) -> jax.Array:
+    return jnp.max(jnp.stack(sizes))
+
+
+def _overflows(sizes: list[jax.Array], inverse: jax.Array) -> jax.Array:
+    before = jnp.stack(sizes)
+    after = jnp.maximum(before, before * inverse)
+    return jnp.logical_not(after <= FLOAT32_MAX)
+
+
+def _first_look(
+    leaves: Sequence[Any], norm: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del inverse
+    return jnp.zeros((len(leaves),), jnp.bool_), norm
+
+
+def _second_look(
+    leaves: Sequence[Any], norm: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Find out who is not finite, and the norm of numbers too large to square."""
+    sizes = [_largest(leaf) for leaf in leaves]
+    bad = _overflows(sizes, inverse)
+    top = _top(sizes)
+    unit = jnp.where(top > 0, top, 1.0)
+    parts = [
+        _squares(_wide(leaf) / unit.astype(real_of(_wide(leaf)))) for leaf in leaves
+    ]
+    exact = unit * jnp.sqrt(sum(parts[1:], start=parts[0]))
+    return bad, jnp.where(jnp.any(bad), norm, exact)
+
+
+def underflow(
+    leaves: Sequence[Any],
+    below: jax.Array,
+    turn: jax.Array,
+    *,
+    branch: bool | None = None,
+) -> jax.Array:
+    """Tell which share of the nonzero gradients is below, where it is their turn."""
+    if branch is None:
+        branch = jax.default_backend() == "cpu" and not manual_axes()
+    nothing = jnp.full((), jnp.nan, jnp.float32)
+    if branch:
+        share: jax.Array = jax.lax.cond(turn, _share, lambda *_: nothing, leaves, below)
+        return share
+    return jnp.where(turn, _share(leaves, below), nothing)
+
+
+def _share(leaves: Sequence[Any], below: jax.Array) -> jax.Array:
+    small = nonzero = jnp.zeros((), jnp.float32)
+    for leaf in leaves:
+        size = jnp.abs(leaf)
+        there = size != 0
+        near = there & (size.astype(jnp.float32) < below)
+        small = small + total(jnp.sum(near, dtype=jnp.float32))
+        nonzero = nonzero + total(jnp.sum(there, dtype=jnp.float32))
+    return small / nonzero
+
+
+def agreed(seen: Survey, axes: tuple[Any, ...] | None) -> Survey:
+    """Make what was seen the same on every device."""
+    if not axes:
+        return seen
+    optional = [x for x in (seen.amax, seen.small) if x is not None]
+    bad, norm, *rest = largest([seen.bad, seen.norm, *optional], axes)
+    amax = rest.pop(0) if seen.amax is not None else None
+    small = rest.pop(0) if seen.small is not None else None
+    if small is not None:  # not measured is NaN, and travels as inf
+        small = jnp.where(jnp.isfinite(small), small, jnp.nan)
+    return Survey(bad > 0, norm, amax, small)

@@ -1,0 +1,124 @@
+"""Loss scaling as an optax transformation around another one."""
+
+import warnings
+from typing import Any
+
+import jax
+import optax
+
+from buoy._backends.lifting import lift
+from buoy._core.policy import Policy
+from buoy._core.registry import policy as policy_of
+from buoy._core.verdicts import HISTORY
+from buoy.jax import leaves
+from buoy.jax.agree import axes_of
+from buoy.jax.apply import Options, advance
+from buoy.jax.errors import BuoyWarning, OptionError
+from buoy.jax.masters import keeps_masters
+from buoy.jax.state import LossScaledState, blank, planned
+
+__all__ = ["loss_scaled"]
+
+
+def loss_scaled(
+    inner: optax.GradientTransformation,
+    policy: str | Policy = "headroom",
+    *,
+    max_norm: float | None = None,
+    axis_name: Any = None,
+    measure_amax: bool = False,
+    history: int = 2 * HISTORY,
+) -> optax.GradientTransformationExtraArgs:
+    """Unscale, check and clip gradients, and apply them where they are finite.
+
+    The gradients are those of `buoy.jax.value_and_grad`, multiplied by
+    `scale_of(opt_state)`.  Where one of them is not finite the update is zero and the
+    inner state stays as it was; the scale moves as the policy says.  `max_norm` clips
+    by the global norm in the same pass.  `axis_name` is needed inside `shard_map` and
+    `pmap` alone: the devices along it decide together.  `measure_amax` finds the
+    largest gradient of every step, for traces to be replayed, also where the policy
+    does not ask for it; `history` is how many steps are kept for `last_step` and
+    recorders.
+
+    Pass `value=loss` to `update`: policies that look ahead learn from it, and
+    verdicts get better.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> tx = loss_scaled(optax.sgd(0.5), "static")
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.full(2, 1024.0)}, state, params)
+        >>> updates["w"]
+        Array([-0.5, -0.5], dtype=float32)
+    """
+    options = _checked(inner, policy, max_norm, axis_name, history)._replace(
+        measure_amax=measure_amax or "amax_log2" in policy_of(policy).wants
+    )
+
+    def init(params: optax.Params) -> LossScaledState:
+        return _init(options, params)
+
+    def update(
+        updates: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        if value is not None:
+            extra["value"] = value
+        return advance(options, updates, state, params, extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked(
+    inner: Any, policy: Any, max_norm: Any, axis_name: Any, history: Any
+) -> Options:
+    if not hasattr(inner, "init") or not hasattr(inner, "update"):
+        message = (
+            "`loss_scaled` wraps an optax transformation such as `optax.adamw(1e-3)`, "
+            f"got {inner!r}."
+        )
+        raise OptionError(message)
+    if max_norm is not None and not max_norm > 0:
+        raise OptionError(f"`max_norm` must be above 0 or None, got {max_norm!r}.")
+    if type(history) is not int or history < 1:
+        raise OptionError(
+            f"`history` must be a whole number of steps, got {history!r}."
+        )
+    made = policy_of(policy)
+    axes = axes_of(axis_name)
+    planned(made, axes, ())  # a policy without a hash is refused here, not under jit
+    return Options(optax.with_extra_args_support(inner), made, max_norm, axes, history)
+
+
+def _init(options: Options, params: Any) -> LossScaledState:
+    leaves.check_floats(params, "parameter")
+    masters = keeps_masters(jax.eval_shape(options.inner.init, params))
+    if not masters:
+        _warn_of_halves(params)
+    inner = options.inner.init(params if masters else leaves.widened(params))
+    scaling = lift(options.policy, options.policy.init(), "jax")
+    plan = planned(options.policy, options.axes, leaves.names_of(params))
+    return blank(scaling, inner, options.history, plan)
+
+
+def _warn_of_halves(params: Any) -> None:
+    flat = jax.tree.leaves(params)
+    halves = [
+        name
+        for name, leaf in zip(leaves.names_of(params), flat, strict=True)
+        if leaves.is_half(leaf)
+    ]
+    if halves:
+        warnings.warn(
+            f"{len(halves)} parameters are float16, the first is `{halves[0]}`: "
+            "updates smaller than 1/1024 of a weight are rounded away. Keep float32 "
+            "masters with `loss_scaled(buoy.jax.master_weights(inner))`, or keep the "
+            "parameters in float32 and cast them in the loss function.",
+            BuoyWarning,
+            stacklevel=4,
+        )

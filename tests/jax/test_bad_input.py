@@ -1,0 +1,152 @@
+"""Mistakes get an error that names the leaf and the cure."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import buoy
+from buoy.jax import (
+    IntegerLeafError,
+    NoScaleError,
+    NoStepError,
+    OptionError,
+    SeveralScalesError,
+    StructureError,
+    UnhashablePolicyError,
+    last_step,
+    loss_scaled,
+    master_weights,
+    scale_of,
+    value_and_grad,
+)
+
+PARAMS = {"layers": [{"w": jnp.ones(2)}, {"w": jnp.ones(2)}], "head": jnp.ones(3)}
+
+
+def tx():
+    return loss_scaled(optax.adam(1e-3), "backoff")
+
+
+def test_gradients_of_another_tree_are_refused():
+    """What is missing and what is too much is named, with or without parameters."""
+    state = tx().init(PARAMS)
+    grads = {"layers": [{"w": jnp.ones(2)}], "tail": jnp.ones(3), "head": jnp.ones(3)}
+    for params in (PARAMS, None):
+        with pytest.raises(StructureError, match="layers.1.w.*No parameter for `tail`"):
+            tx().update(grads, state, params)
+    with pytest.raises(StructureError, match="their containers differ"):
+        tx().update({**PARAMS, "layers": tuple(PARAMS["layers"])}, state, PARAMS)
+
+
+def test_gradients_of_another_shape_are_refused():
+    """The leaf and both shapes are named."""
+    grads = {**PARAMS, "head": jnp.ones((4, 3))}
+    with pytest.raises(StructureError, match=r"`head` has shape \(4, 3\).*averaged"):
+        tx().update(grads, tx().init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("leaf", [jnp.arange(3), jnp.ones(2, bool), "name"])
+def test_leaves_without_a_gradient_are_refused(leaf):
+    """At init, in update and in value_and_grad, with where it is and what to do."""
+    params = {**PARAMS, "steps": {"count": leaf}}
+    state = tx().init(PARAMS)
+    with pytest.raises(IntegerLeafError, match="parameter at `steps.count`.*partition"):
+        tx().init(params)
+    with pytest.raises(IntegerLeafError, match="gradient at `steps.count`"):
+        tx().update(params, state, params)
+    with pytest.raises(IntegerLeafError, match="parameter at `steps.count`"):
+        value_and_grad(lambda p: jnp.sum(p["head"]))(state, params)
+
+
+def test_none_is_no_leaf():
+    """What equinox leaves out is left out."""
+    params = {**PARAMS, "frozen": None}
+    _, grads = value_and_grad(lambda p: jnp.sum(p["head"]))(tx().init(params), params)
+
+    assert grads["frozen"] is None
+
+
+def test_a_state_of_something_else_is_refused():
+    """Another transformation's state, another policy's, or none at all."""
+    plain = optax.adam(1e-3).init(PARAMS)
+    with pytest.raises(NoScaleError, match="not one of `loss_scaled`"):
+        tx().update(PARAMS, plain, PARAMS)
+    with pytest.raises(NoScaleError, match="must be wrapped"):
+        scale_of(plain)
+    other = loss_scaled(optax.adam(1e-3), "headroom").init(PARAMS)
+    with pytest.raises(StructureError, match="HeadroomState.*Backoff.*another policy"):
+        tx().update(PARAMS, other, PARAMS)
+
+
+def test_two_scales_are_one_too_many():
+    """The places are named."""
+    with pytest.raises(SeveralScalesError, match=r"\[0\].*\[1\].*which scale"):
+        scale_of((tx().init(PARAMS), tx().init(PARAMS)))
+
+
+def test_nothing_to_tell_before_the_first_step():
+    with pytest.raises(NoStepError, match="No step has been taken"):
+        last_step(tx().init(PARAMS)).applied  # noqa: B018
+
+
+@dataclass(frozen=True)
+class Listing(buoy.NoScaling):
+    """A policy with a list in it."""
+
+    table: list[float] = field(default_factory=lambda: [1.0, 2.0])
+
+
+def test_a_policy_without_a_hash_is_refused():
+    """Before anything is compiled, with the field that has none."""
+    with pytest.raises(UnhashablePolicyError, match="`table`, .1.0, 2.0.*a tuple"):
+        loss_scaled(optax.adam(1e-3), Listing())
+
+
+def test_a_policy_in_float64_names_the_switch():
+    with pytest.raises(buoy.PolicyError, match="jax_enable_x64"):
+        loss_scaled(optax.adam(1e-3), "deepspeed").init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_norm": 0.0}, "`max_norm` must be above 0"),
+        ({"max_norm": float("nan")}, "`max_norm` must be above 0"),
+        ({"history": 0}, "`history` must be a whole number"),
+        ({"axis_name": 3}, "`axis_name` must be the name"),
+    ],
+)
+def test_options_are_checked(options, match):
+    with pytest.raises(OptionError, match=match):
+        loss_scaled(optax.adam(1e-3), **options)
+
+
+def test_what_is_wrapped_must_be_a_transformation():
+    with pytest.raises(OptionError, match="wraps an optax transformation"):
+        loss_scaled(1e-3)
+
+
+def test_masters_need_the_parameters():
+    tx = master_weights(optax.sgd(0.1))
+    with pytest.raises(StructureError, match="needs the parameters"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_accumulation_outside_is_warned_of():
+    """optax clears its sum by multiplying by 0: after one overflow it is NaN."""
+    outside = optax.MultiSteps(tx(), 2)
+    with pytest.warns(buoy.jax.BuoyWarning, match="Put it inside"):
+        scale_of(outside.init(PARAMS))
+
+
+def test_errors_come_before_anything_is_lost():
+    """After a refused update the same state goes on."""
+    state = tx().init(PARAMS)
+    with pytest.raises(StructureError):
+        tx().update({"head": jnp.ones(3)}, state, PARAMS)
+    _, state = jax.jit(tx().update)(PARAMS, state, PARAMS)
+
+    assert last_step(state).applied
