@@ -15,6 +15,7 @@ except ImportError as error:
     raise MissingBackendError(message) from error
 
 from buoy.torch.errors import (
+    AbsentRankError,
     BeforeScaleError,
     BuoyWarning,
     ClosureError,
@@ -32,6 +33,7 @@ from buoy.torch.errors import (
     NothingRecordedError,
     OptimizerInBackwardError,
     OptionError,
+    RankMismatchError,
     StepTwiceError,
     StuckError,
     UnknownOptimizerError,
@@ -44,6 +46,7 @@ from buoy.torch.step import LastStep
 from buoy.torch.watch import Stuck, StuckWarning
 
 __all__ = [
+    "AbsentRankError",
     "BeforeScaleError",
     "BuoyWarning",
     "ClosureError",
@@ -64,6 +67,7 @@ __all__ = [
     "NothingRecordedError",
     "OptimizerInBackwardError",
     "OptionError",
+    "RankMismatchError",
     "StepTwiceError",
     "Stuck",
     "StuckError",

@@ -93,7 +93,7 @@ def handed_over(
     if not hands_over(optimizer):
         return _passed_itself(scaler, optimizer, args, kwargs)
     if record["stage"] is OptState.READY and "multiplier" not in record:
-        scaler._check_inf_per_device(optimizer)
+        scaler._check_grads(optimizer)
     scale, found = scaler._hand_over(record)
     if found is None and gather(optimizer).grads:
         raise words.no_gradients([_EARLY])

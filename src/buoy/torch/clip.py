@@ -7,7 +7,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch import apply, survey, traced, words
+from buoy.torch import apply, replicas, survey, traced, words
 from buoy.torch.errors import NonfiniteNormError
 from buoy.torch.gather import gather, owners, parameters_of
 from buoy.torch.report import Reporting
@@ -104,19 +104,24 @@ class Clipping(Reporting):
         gathered = self._halves.gather(
             optimizer, self._names, apply.hands_over(optimizer)
         )
-        if not gathered.grads:
+        shared = bool(self._ranks.groups())
+        if not (gathered.grads or shared):
             return
         self._guide.before_look(optimizer)
         inverse = backend.reciprocal(scale)
         seen = survey.measure(gathered, order, inverse)
-        record["found_inf_per_device"] = self._agree({scale.device: seen.found})
-        if not any(hasattr(part, "to_local") for part in seen.parts):
-            record["parts"] = (owners(optimizer), seen.parts)
-        if seen.norm is not None:
-            record["norm"] = (seen.norm * inverse).float()
+        norm, found = seen.norm, {scale.device: seen.found}
+        if norm is not None and not shared:
+            record["norm"] = (norm * inverse).float()
+        record["parts"] = (owners(optimizer), seen.parts)
         record["multiplier"] = inverse
         if self._rule.wants or self._listeners:
             self._look(optimizer, record, gathered, inverse)
+        self._agree(record, found if gathered.grads else {}, norm)
+        if shared:
+            norm = replicas.global_norm(self, optimizer, record, gathered, seen, order)
+            if record["found_inf_per_device"]:
+                record.setdefault("norm", (norm * inverse).float())
 
     def _tighten(self, record: dict[str, Any], max_norm: float) -> torch.Tensor:
         """Put a clipping coefficient into the multiplier."""
@@ -138,13 +143,35 @@ class Clipping(Reporting):
     def _clip_as_torch(
         self, optimizer: Any, max_norm: float, norm_type: float, error: bool
     ) -> torch.Tensor:
-        params = parameters_of(optimizer)
-        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
-            params, max_norm, norm_type, error_if_nonfinite=error
-        )
+        if self._enabled and self._ranks.groups():
+            norm = self._clip_shared(optimizer, max_norm, float(norm_type))
+            if error and not math.isfinite(norm.item()):
+                raise NonfiniteNormError(_nonfinite(norm_type))
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(
+                parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite=error
+            )
         if self._enabled:
             self._per_optimizer_states[id(optimizer)].setdefault("norm", norm)
         return norm
+
+    @torch.no_grad()
+    def _clip_shared(
+        self, optimizer: Any, max_norm: float, order: float
+    ) -> torch.Tensor:
+        """Clip gradients that are unscaled already, by the norm over all ranks."""
+        record = self._per_optimizer_states[id(optimizer)]
+        one = torch.ones((), device=self._home())
+        gathered = gather(optimizer)
+        seen = survey.measure(gathered, order, one)
+        self._settle(record)
+        if order == math.inf and seen.norm is not None:
+            record["largest"] = self._ranks.largest(seen.norm.float())
+        norm = replicas.global_norm(self, optimizer, record, gathered, seen, order)
+        coefficient = (max_norm / (norm.float() + _TINY)).clamp(max=1.0)
+        for device, _, grads in gathered.buckets:
+            backend.multiply_(grads, coefficient.to(device, non_blocking=True))
+        return norm.float()
 
 
 def _nonfinite(norm_type: float) -> str:

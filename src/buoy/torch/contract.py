@@ -14,12 +14,14 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch import apply, survey, words
+from buoy.torch import agree, apply, survey, words
 from buoy.torch.errors import NewScaleError
 from buoy.torch.gather import Gathered
 from buoy.torch.halves import Halves
 from buoy.torch.misuse import Guide
 from buoy.torch.names import Names
+from buoy.torch.ranks import Ranks
+from buoy.torch.replicas import Shares
 from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
 from buoy.torch.watch import Watch
 
@@ -44,11 +46,21 @@ class Contract(TorchGradScaler):
     _losses: deque[torch.Tensor]
     _turn: int  # updates so far
     _listeners: "list[Listener]"
+    _ranks: Ranks
+    _shares: Shares
+    _heals: bool  # ranks that differ go on from the smallest scale
+    _healing: tuple[float, int] | None  # that scale, and the turn, until the update
+    _assumed: bool  # the scale was made without a loss: other ranks have that
+    _piped: bool  # the loss is met inside a schedule, where ranks cannot be asked
 
     def _check_scale_growth_tracker(
         self, funcname: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scale, tracker = self._scale, self._growth_tracker
+        if scale is None and self._ranks.groups():
+            # A stage or a rank without a loss: what it needs to know is the scale.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+            scale, tracker, self._assumed = self._scale, self._growth_tracker, True
         if scale is None:
             raise words.before_scale(funcname, "_scale")
         if tracker is None:
@@ -74,10 +86,33 @@ class Contract(TorchGradScaler):
                 raise words.unscaled_elsewhere()
 
     def _agree(
-        self, found: dict[torch.device, torch.Tensor]
-    ) -> dict[torch.device, torch.Tensor]:
+        self,
+        record: dict[str, Any],
+        found: dict[torch.device, torch.Tensor],
+        largest: torch.Tensor | None = None,
+    ) -> None:
         """Make the flags the same on every rank; alone there is nobody to ask."""
-        return found
+        if self._ranks.groups():
+            if "loss" in self._rule.wants:
+                self._foresee(None)
+            found = agree.launch(self, record, found, largest)
+        record["found_inf_per_device"] = found
+
+    def _foresee(self, loss: torch.Tensor | None) -> None:
+        """Show the policy this iteration's loss: of all ranks the largest."""
+        if self._ranks.groups():
+            loss = agree.foresee(self, loss)
+        if loss is not None:
+            self._rule.foresee(self, loss)
+
+    def _settle(self, record: dict[str, Any]) -> None:
+        """Wait for what the other ranks found, if that has not been done."""
+        if "pending" in record:
+            agree.settle(self, record)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._settle(self._per_optimizer_states[id(optimizer)])
+        return super()._found_inf_per_device(optimizer)
 
     def _unscale_grads_(
         self,
@@ -132,9 +167,12 @@ class Contract(TorchGradScaler):
         """Measure what the policy wants to know."""
         seen = survey.largest(gathered, inverse.reshape(()))
         record["amax"] = seen.amax
-        if "underflow" in self._rule.wants and self._turn % _UNDERFLOW_EVERY == 0:
+        if "underflow" in self._rule.wants and self._counts_underflow():
             record["underflow"] = survey.underflow(gathered, inverse.device)
         return seen
+
+    def _counts_underflow(self) -> bool:
+        return self._turn % _UNDERFLOW_EVERY == 0
 
     def _may_overflow(self) -> bool:
         """Say whether dividing by the scale could itself overflow."""
@@ -144,6 +182,11 @@ class Contract(TorchGradScaler):
         return known is None or known < 1.0
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._check_grads(optimizer)
+        return self._found_inf_per_device(optimizer)
+
+    def _check_grads(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check without writing; other ranks' findings are on their way."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._per_optimizer_states[id(optimizer)]
         with torch.no_grad():
@@ -158,8 +201,7 @@ class Contract(TorchGradScaler):
                 found = survey.check(gathered, inverse, check_result=checks)
             else:
                 found = {seen.device: seen}
-        record["found_inf_per_device"] = self._agree(found)
-        return self._found_inf_per_device(optimizer)
+        self._agree(record, found)
 
     def _set_scale(self, new_scale: float | torch.Tensor) -> None:
         scale, _ = self._check_scale_growth_tracker("update")
@@ -198,6 +240,7 @@ class Contract(TorchGradScaler):
         self, record: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Give what an optimizer divides by, and the flag for not stepping."""
+        self._settle(record)
         scale, _ = self._check_scale_growth_tracker("step")
         found = apply.combined(record["found_inf_per_device"], scale.device)
         multiplier = record.get("multiplier")
@@ -205,12 +248,16 @@ class Contract(TorchGradScaler):
 
     def _ask(self, record: dict[str, Any], found: torch.Tensor) -> bool:
         """Wait for the flag, and for whatever else is wanted, in one read."""
-        if not self._rule.wants and self._rule.known(self) is not None:
+        told = not self._rule.wants and "gap" not in record
+        if told and self._rule.known(self) is not None:
             return not found.item()
         scale, tracker = self._check_scale_growth_tracker("step")
         wanted = [name for name in ("amax", "underflow") if name in record]
         numbers = [found, scale, tracker.float(), *(record[name] for name in wanted)]
-        values = torch.stack(numbers).tolist()
+        gap = [record["gap"]] if "gap" in record else []
+        values = torch.stack([*numbers, *gap]).tolist()
+        if gap and values.pop():
+            agree.disagreed(self, record)
         if isinstance(self._rule, Classic):
             self._rule.learn(self, values[1], int(values[2]))
         for name, value in zip(wanted, values[3:], strict=True):

@@ -16,6 +16,7 @@ from buoy._core.errors import (
 )
 
 __all__ = [
+    "AbsentRankError",
     "BeforeScaleError",
     "BuoyWarning",
     "ClosureError",
@@ -33,6 +34,7 @@ __all__ = [
     "NothingRecordedError",
     "OptimizerInBackwardError",
     "OptionError",
+    "RankMismatchError",
     "StepTwiceError",
     "StuckError",
     "UnknownOptimizerError",
@@ -115,6 +117,24 @@ class FactorError(PolicyError, AssertionError):
 
 class DeviceModeError(BuoyError, RuntimeError):
     """An optimizer cannot be skipped without asking the device."""
+
+
+class AbsentRankError(BuoyError, RuntimeError):
+    """Ranks did not come to agree on a step; `absent` names them, if that is known."""
+
+    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.absent = absent
+
+
+class RankMismatchError(BuoyError, RuntimeError):
+    """Ranks hold different scales or counters; `held` gives each rank's."""
+
+    def __init__(
+        self, message: str, held: dict[int, tuple[float, int, int]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.held = held or {}
 
 
 class StuckError(ScaleCollapsedError):

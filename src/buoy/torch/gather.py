@@ -1,16 +1,18 @@
 """Find an optimizer's gradients, as flat lists that one kernel call can take.
 
-Sparse gradients appear as their values, complex ones as pairs of reals: what is found
-shares memory with `.grad`, so multiplying it multiplies the gradient.
+Sparse gradients appear as their values, complex ones as pairs of reals, DTensors as
+this rank's part: what is found shares memory with `.grad`, so multiplying it
+multiplies the gradient.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+from torch import distributed as dist
 
 from buoy.torch.errors import UnknownOptimizerError
 
-__all__ = ["Bucket", "Gathered", "gather", "owners", "parameters_of"]
+__all__ = ["Bucket", "Gathered", "gather", "local_grad", "owners", "parameters_of"]
 
 
 class Bucket(NamedTuple):
@@ -32,6 +34,7 @@ class Gathered(NamedTuple):
 _FLOAT = torch.float32
 _PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float64})
 _STRIDED = torch.strided
+_SHARED = dist.is_available()
 
 
 def gather(optimizer: Any) -> Gathered:
@@ -42,6 +45,8 @@ def gather(optimizer: Any) -> Gathered:
         for param in group["params"]
         if (grad := param.grad) is not None
     ]
+    if _SHARED and dist.is_initialized():
+        grads = [_part(param) for param in owners(optimizer)]
     if _ordinary(grads):
         return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)], False)
     sparse = False
@@ -64,6 +69,26 @@ def _ordinary(grads: list[torch.Tensor]) -> bool:
         if not (grad.is_cpu if on_cpu else grad.device == home):
             return False
     return True
+
+
+def local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Give this rank's part of a gradient, dense and real."""
+    if param.grad is None:
+        return None
+    return _real_and_dense(param, _part(param))
+
+
+def _part(param: Any) -> torch.Tensor:
+    """Take this rank's part of a gradient."""
+    grad: Any = param.grad
+    placements = getattr(grad, "placements", None)
+    if placements is None:
+        return grad  # type: ignore[no-any-return]
+    if any(placement.is_partial() for placement in placements):
+        # Each rank holds a summand: what counts is the sum, in the parameter's layout.
+        param.grad = grad = grad.redistribute(placements=param.placements)
+    part: torch.Tensor = grad.to_local()
+    return part
 
 
 def owners(optimizer: Any) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from buoy._core.registry import policy as make_policy
 from buoy.torch.errors import FactorError, OptionError
 from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic, Governed
 
-__all__ = ["DEFAULTS", "check", "never_syncs", "rule"]
+__all__ = ["DEFAULTS", "check", "heals", "never_syncs", "rule"]
 
 DEFAULTS = {
     "init_scale": 2.0**16,
@@ -106,3 +106,14 @@ def never_syncs(sync: str) -> bool:
         )
         raise OptionError(message)
     return sync == "never"
+
+
+def heals(on_mismatch: str) -> bool:
+    """Read the `on_mismatch` option."""
+    if on_mismatch not in ("raise", "heal"):
+        message = (
+            "`on_mismatch` must be 'raise' (stop when ranks hold different scales) or "
+            f"'heal' (skip that step, take the smallest scale), got {on_mismatch!r}."
+        )
+        raise OptionError(message)
+    return on_mismatch == "heal"

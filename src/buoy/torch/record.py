@@ -129,8 +129,8 @@ class Tap:
         one = torch.ones((), device=scaler._home())
         if "amax" not in record:
             record["seen_amax"] = survey.largest(gathered, one).amax
-        shared = any(hasattr(grad, "to_local") for grad in gathered.grads)
-        if "norm" not in record and not shared:
+        # Of gradients that ranks share one alone cannot take the norm.
+        if "norm" not in record and not scaler._ranks.groups():
             record["seen_norm"] = survey.measure(gathered, 2.0, one).norm
 
     def concluded(

@@ -178,9 +178,7 @@ class Reporting(Contract):
             return None
         with torch.no_grad():
             gathered = gather(optimizer)
-            if not gathered.grads or any(
-                hasattr(g, "to_local") for g in gathered.grads
-            ):
+            if not gathered.grads or self._ranks.groups():
                 return None  # none, or shared: one rank alone cannot sum them up
             one = torch.ones((), device=gathered.grads[0].device)
             return survey.measure(gathered, 2.0, one).norm

@@ -165,7 +165,7 @@ class Governed:
         self.state: Any = policy.init()
         self.wants = policy.wants
         self.on_device = False
-        self._fresh = True  # `foresee` has not yet seen this iteration's loss
+        self.fresh = True  # `foresee` has not yet seen this iteration's loss
 
     def known(self, scaler: "Contract") -> float | None:
         """Tell the scale, if the host knows it without asking."""
@@ -197,9 +197,9 @@ class Governed:
 
     def foresee(self, scaler: "Contract", loss: torch.Tensor) -> None:
         """Show the policy this iteration's first loss before it is scaled."""
-        if not self._fresh or "loss" not in self.wants or scaler._scale is None:
+        if not self.fresh or "loss" not in self.wants or scaler._scale is None:
             return
-        self._fresh = False
+        self.fresh = False
         number = loss.detach().float()
         seen = None if self.on_device else survey.seen_by_host(number)
         if seen is not None:
@@ -213,7 +213,7 @@ class Governed:
 
     def move(self, scaler: "Contract", evidence: Evidence) -> None:
         """Take what was seen; leave the next scale in the scaler's tensor."""
-        self._fresh = True
+        self.fresh = True
         if evidence.finite is None or self.on_device:
             self._move_on_device(scaler, evidence)
         else:
@@ -260,7 +260,7 @@ class Governed:
     def restore(self, scaler: "Contract", state: Any) -> None:
         """Go on from a saved state, of plain numbers."""
         self.state = state
-        self._fresh = True
+        self.fresh = True
         if scaler._scale is None:
             return
         self._write(scaler._scale)

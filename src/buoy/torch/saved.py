@@ -27,6 +27,7 @@ VERSION = 1
 _TRANSIENT = {
     "_losses", "_history", "_frozen", "_guide", "_reports", "_last", "_mail", "_noted",
     "_traced", "_traced_loss", "_untold", "_listeners", "_recorder",
+    "_shares", "_healing", "_assumed",
 }  # fmt: skip
 
 

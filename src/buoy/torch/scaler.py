@@ -6,7 +6,7 @@ beside it: `survey` looks at gradients, `clip` clips them, `rule` moves the scal
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,12 +15,15 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from buoy._backends import torch as backend
 from buoy._core.policy import Policy
 from buoy._core.state import Verdict
-from buoy.torch import apply, misuse, options, saved, traced, verdicts, words
+from buoy.torch import agree, apply, misuse, options, saved, traced, verdicts, words
 from buoy.torch.clip import Clipping
 from buoy.torch.errors import EmptyStateError, MidIterationError
 from buoy.torch.halves import Fp16Params, Halves
 from buoy.torch.mailbox import Mailbox
 from buoy.torch.names import Names
+from buoy.torch.pipeline import scaled_loss
+from buoy.torch.ranks import ProcessGroups, Ranks
+from buoy.torch.replicas import Shares
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
 from buoy.torch.watch import OnStuck, Watch
@@ -55,6 +58,10 @@ class GradScaler(Clipping):
             "error" refuses them; None does as torch, which refuses all but fused ones.
         strict_torch: do as torch does even where torch is wrong (see docs/torch.md).
         trace: a file to record the run in, by rank 0, or a `buoy.trace.Recorder`.
+        process_group: the ranks that hold one scale together: a process group,
+            several, or a DeviceMesh; all ranks if not given, none for `()`.
+        on_mismatch: "raise" where ranks hold different scales or counters, or "heal"
+            by skipping that step and going on from the smallest (docs/scale-out.md).
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -88,6 +95,8 @@ class GradScaler(Clipping):
         fp16_params: Fp16Params | None = None,
         strict_torch: bool = False,
         trace: "str | os.PathLike[str] | Recorder | None" = None,
+        process_group: ProcessGroups = None,
+        on_mismatch: Literal["raise", "heal"] = "raise",
     ) -> None:
         given = {
             "init_scale": init_scale,
@@ -102,6 +111,8 @@ class GradScaler(Clipping):
         )
         self._last, self._gates, self._reports = None, [], {}
         self._untold = self._recorder = None
+        alone = strict_torch and process_group is None
+        self._ranks, self._piped = Ranks(() if alone else process_group), False
         if not self._enabled:
             return
         self._strict = strict_torch
@@ -111,6 +122,7 @@ class GradScaler(Clipping):
         if policy is not None:
             self._init_scale = float(self._rule.known(self) or 1.0)
         self._never_sync = options.never_syncs(sync)
+        self._heals = options.heals(on_mismatch)
         self._names = Names(model, named_parameters)
         self._halves = Halves(fp16_params)
         self._watch = Watch(on_stuck, patience)
@@ -131,6 +143,8 @@ class GradScaler(Clipping):
         self._noted = self._traced = traced.NOTHING
         self._traced_loss = self._untold = self._recorder = None
         self._listeners = []
+        self._assumed, self._healing = False, None
+        self._shares = Shares()
         self._mail = Mailbox(every=min(self._watch.patience, 16))
 
     def scale(self, outputs: Any) -> Any:
@@ -146,14 +160,45 @@ class GradScaler(Clipping):
             self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
         if self._guide.fresh:
+            self._assumed = False
             self._guide.first_loss(self, outputs)
         if outputs.numel() == 1:
             self._losses.append(outputs.detach())
             if "loss" in self._rule.wants:
-                self._rule.foresee(self, outputs.reshape(()))
+                self._foresee(outputs.reshape(()))
         if scale.device != outputs.device:
             scale = scale.to(device=outputs.device, non_blocking=True)
         return outputs * scale
+
+    def loss_fn(
+        self, function: Callable[..., torch.Tensor]
+    ) -> Callable[..., torch.Tensor]:
+        """Wrap the loss function of a pipeline's schedule; call it on every stage.
+
+        The schedule's losses stay what they are; gradients that flow out of them are
+        multiplied by the scale.  Then `step` and `update` as always, on every stage.
+
+        Example:
+            >>> scaler = GradScaler("cpu", init_scale=8.0)
+            >>> loss_fn = scaler.loss_fn(torch.nn.functional.mse_loss)
+            >>> output = torch.ones(1, requires_grad=True)
+            >>> loss = loss_fn(output, torch.zeros(1))
+            >>> loss.backward()
+            >>> loss.item(), output.grad.item()
+            (1.0, 16.0)
+        """
+        self._piped = True
+        return scaled_loss(self, function) if self._enabled else function
+
+    def _met(self, loss: torch.Tensor) -> torch.Tensor:
+        """Take note of a loss; give the scale on its device."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(loss.device)
+        if self._guide.fresh:
+            self._assumed = False
+            self._guide.first_loss(self, loss)
+        self._losses.append(loss.detach())
+        return self._home_scale().to(loss.device, non_blocking=True)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, once, and check them."""
@@ -169,9 +214,8 @@ class GradScaler(Clipping):
             self._write_multiplier(optimizer, record)
             return
         found = torch.zeros_like(scale)
-        record["found_inf_per_device"] = self._agree(
-            self._unscale_grads_(optimizer, backend.reciprocal(scale), found, False)
-        )
+        flags = self._unscale_grads_(optimizer, backend.reciprocal(scale), found, False)
+        self._agree(record, flags)
         record["stage"] = OptState.UNSCALED
         record["groups"] = optimizer.param_groups
 
@@ -200,6 +244,7 @@ class GradScaler(Clipping):
         else:
             if record["stage"] is OptState.READY:
                 self.unscale_(optimizer)
+            self._settle(record)
             if not record["found_inf_per_device"]:
                 self._report(optimizer, record, scale).judged(Verdict.NO_GRADS)
                 raise words.no_gradients(self._guide.why_no_gradients(optimizer))
@@ -224,7 +269,9 @@ class GradScaler(Clipping):
         else:
             evidence = self._evidence()
         try:
-            if evidence is not None:
+            if self._healing is not None:
+                agree.heal(self, *self._healing)
+            elif evidence is not None:
                 self._rule.move(self, evidence)
             self._conclude(evidence)
         finally:
@@ -232,6 +279,8 @@ class GradScaler(Clipping):
 
     def _evidence(self) -> Evidence:
         """Put together what all optimizers of this iteration showed."""
+        for record in self._per_optimizer_states.values():
+            self._settle(record)
         records = [
             record
             for record in self._per_optimizer_states.values()

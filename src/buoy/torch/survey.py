@@ -101,6 +101,8 @@ _numel = torch.Tensor.numel
 
 def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
     """Take the norm of all gradients, and the check from it."""
+    if not gathered.grads:
+        return Survey(torch.zeros_like(inverse), torch.zeros_like(inverse))
     home = inverse.device
     parts: dict[int, torch.Tensor] = {}
     totals, sizes = [], []

@@ -1,0 +1,170 @@
+"""The other ranks: who they are, how to ask them all at once, and who is missing.
+
+Alone there is nobody to ask, and finding that out is all that this costs.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from buoy.torch import words
+from buoy.torch.errors import OptionError
+
+__all__ = ["Answer", "ProcessGroups", "Ranks"]
+
+# One group, several, a DeviceMesh, or None for every rank there is.
+ProcessGroups = Any
+
+_GRACE = 3.0  # seconds in which those who are still there answer a roll call
+_POLL = 0.02
+
+
+class Answer:
+    """A number of each rank on its way to become one of all."""
+
+    def __init__(self, ranks: "Ranks", tensor: torch.Tensor, op: Any) -> None:
+        self._ranks, self._op, self._home = ranks, op, tensor.device
+        first, *self._rest = ranks.groups()
+        self._tensor = tensor.to(ranks.wire(tensor.device))
+        with ranks.missed():
+            self._work = dist.all_reduce(self._tensor, op, first, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """Give what all ranks made of it; with NCCL only the device waits."""
+        with self._ranks.missed():
+            if self._work is not None:
+                self._work.wait()
+            for group in self._rest:
+                dist.all_reduce(self._tensor, self._op, group)
+        return self._tensor.to(self._home, non_blocking=True)
+
+
+class Ranks:
+    """The ranks that hold one scale together.
+
+    By default all of torch.distributed's, once it is initialised: whoever trains one
+    model steps together, however its parameters are laid out.
+    """
+
+    def __init__(self, given: ProcessGroups = None) -> None:
+        self._given = given
+        self._world: Any = None
+        self._groups: tuple[Any, ...] = () if given is None else _resolved(given)
+        self._asked = 0
+
+    def groups(self) -> tuple[Any, ...]:
+        """Give the groups to go through, one after the other; none when alone."""
+        if self._given is not None:
+            return self._groups
+        world = dist.group.WORLD if _AVAILABLE else None
+        if world is not self._world:
+            self._world = world
+            self._groups = () if world is None else _useful([world])
+        return self._groups
+
+    def ask(self, tensor: torch.Tensor, op: Any) -> Answer:
+        """Send a tensor off to be reduced over all ranks."""
+        self._asked += 1
+        return Answer(self, tensor, op)
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the element-wise maximum over all ranks, now."""
+        return self.ask(tensor, dist.ReduceOp.MAX).wait()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Collect a tensor of the same shape from every rank, on the host."""
+        self._asked += 1
+        whole = tensor.to(self.wire(tensor.device)).unsqueeze(0)
+        with self.missed():
+            for group in self.groups():
+                parts = [torch.empty_like(whole) for _ in range(group.size())]
+                dist.all_gather(parts, whole.contiguous(), group)
+                whole = torch.cat(parts)
+        return whole.cpu()
+
+    def members(self) -> list[int]:
+        """Name the ranks, in the order of `gather`."""
+        found = [dist.get_rank()]
+        for group in self.groups():
+            others: list[Any] = [None] * group.size()
+            dist.all_gather_object(others, found, group)
+            found = [rank for some in others for rank in some]
+        return found
+
+    def wire(self, home: torch.device) -> torch.device:
+        """Choose the device on which a group can reduce what lies on another."""
+        kinds = [device.type for device in self.groups()[0]._device_types]
+        return home if home.type in kinds else torch.device(kinds[0])
+
+    @contextmanager
+    def missed(self) -> Iterator[None]:
+        """Turn the failure of a collective into an error that names who is absent."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise words.absent(self.roll_call(), error) from error
+
+    def roll_call(self) -> tuple[list[int], list[int]] | None:
+        """Ask, through the store, who is there: after a failure, never before.
+
+        Gives those present and those absent; None if the store is gone as well.
+        """
+        ranks = sorted({rank for group in self.groups() for rank in _members(group)})
+        keys = {rank: f"buoy/{self._asked}/{rank}" for rank in ranks}
+        until = time.monotonic() + _GRACE
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(keys[dist.get_rank()], "here")
+            while time.monotonic() < until and not store.check(list(keys.values())):
+                time.sleep(_POLL)
+            here = [rank for rank, key in keys.items() if store.check([key])]
+        except (RuntimeError, ValueError):
+            return None
+        return here, [rank for rank in ranks if rank not in here]
+
+    def __reduce__(self) -> Any:
+        # A group belongs to its process: what is loaded elsewhere starts with all.
+        return (Ranks, ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        return self
+
+
+_AVAILABLE = dist.is_available()
+
+
+def _members(group: Any) -> list[int]:
+    found: list[int] = dist.get_process_group_ranks(group)
+    return found
+
+
+def _resolved(given: ProcessGroups) -> tuple[Any, ...]:
+    if hasattr(given, "get_all_groups"):  # a DeviceMesh
+        if dist.is_initialized() and given.size() == dist.get_world_size():
+            return _useful([dist.group.WORLD])
+        return _useful(given.get_all_groups())
+    some = list(given) if isinstance(given, Sequence) else [given]
+    for group in some:
+        if not hasattr(group, "size"):
+            raise OptionError(_NO_GROUP.format(group))
+    return _useful(some)
+
+
+_NO_GROUP = (
+    "`process_group` must be a process group of torch.distributed that this rank is a "
+    "member of, several of them, a DeviceMesh, or () for a rank that agrees with "
+    "nobody, got {!r}."
+)
+
+
+def _useful(groups: list[Any]) -> tuple[Any, ...]:
+    """Leave out groups of one; one that holds everybody is enough."""
+    found = [group for group in groups if group.size() > 1]
+    for group in found:
+        if group.size() == dist.get_world_size():
+            return (group,)
+    return tuple(found)

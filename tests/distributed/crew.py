@@ -1,0 +1,127 @@
+"""Real processes that run the same function together, over gloo.
+
+A server process imports torch once and forks: a crew starts in a fraction of a second.
+Ranks meet through a file, never through a port; whoever takes too long is killed.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 120.0  # seconds until a crew that does not answer is killed
+HEAVY = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "buoy.torch",
+]
+
+
+class CrewError(Exception):
+    """A rank raised; `kind` is the name of what."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
+        self.rank, self.kind, self.message = rank, kind, message
+
+
+class Crew:
+    """Processes of one group, waiting for work."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(HEAVY)
+        self._home = tempfile.TemporaryDirectory()
+        meeting = str(Path(self._home.name) / "store")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, size, meeting, timeout, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.alive = True
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        """Run a function on every rank; return what each returned, or raise."""
+        found = self.outcomes(function, *args)
+        for outcome in found:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return found
+
+    def outcomes(
+        self, function: Any, *args: Any, patience: float = PATIENCE
+    ) -> list[Any]:
+        """Run a function on every rank; return what each returned or raised."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__name__, args))
+        answers: list[Any] = [None] * len(self.pipes)
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            ready = wait(list(waiting), patience)
+            if not ready:
+                self.close()
+                message = f"ranks {sorted(waiting.values())} did not answer"
+                raise TimeoutError(message)
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                answers[rank] = _received(pipe, rank)
+        return answers
+
+    def close(self) -> None:
+        """Send everybody home."""
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._home.cleanup()
+
+
+def _received(pipe: Connection, rank: int) -> Any:
+    try:
+        fine, answer = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return CrewError(rank, "gone", "the process has ended", "")
+    return answer if fine else CrewError(rank, *answer)
+
+
+def serve(rank: int, size: int, meeting: str, timeout: float, pipe: Connection) -> None:
+    """Join the group, then do what is asked until nobody asks any more."""
+    import torch
+    from torch import distributed as dist
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            pipe.send((True, function(*args)))
+        except Exception as error:  # noqa: BLE001 - it is told to who asked
+            kind = type(error).__name__
+            pipe.send((False, (kind, str(error), traceback.format_exc())))
