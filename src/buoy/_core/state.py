@@ -60,6 +60,7 @@ class Verdict(enum.StrEnum):
     BAD_BATCH = "bad_batch"
     DIVERGENCE = "divergence"
     NO_GRADS = "no_grads"
+    SPIKE = "spike"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from buoy.torch import GradScaler            # was: from torch.amp import GradSc
 """
 
 from buoy._core.errors import MissingBackendError
+from buoy._core.spikes import SpikeGuard
 
 try:
     import torch as _torch  # noqa: F401
@@ -16,6 +17,7 @@ except ImportError as error:
 
 from buoy.torch.errors import (
     AbsentRankError,
+    AccumulateError,
     BeforeScaleError,
     BuoyWarning,
     ClosureError,
@@ -24,9 +26,13 @@ from buoy.torch.errors import (
     EmptyStateError,
     FactorError,
     Fp16GradientsError,
+    GroupError,
+    GuardError,
+    LocalScalesError,
     LossTypeError,
     MasterWeightsError,
     MidIterationError,
+    MixedScalesError,
     NewScaleError,
     NoGradientsError,
     NonfiniteNormError,
@@ -34,6 +40,7 @@ from buoy.torch.errors import (
     OptimizerInBackwardError,
     OptionError,
     RankMismatchError,
+    RunError,
     StepTwiceError,
     StuckError,
     UnknownOptimizerError,
@@ -47,6 +54,7 @@ from buoy.torch.watch import Stuck, StuckWarning
 
 __all__ = [
     "AbsentRankError",
+    "AccumulateError",
     "BeforeScaleError",
     "BuoyWarning",
     "ClosureError",
@@ -56,11 +64,15 @@ __all__ = [
     "FactorError",
     "Fp16GradientsError",
     "GradScaler",
+    "GroupError",
+    "GuardError",
     "LastStep",
+    "LocalScalesError",
     "LossTypeError",
     "MasterWeights",
     "MasterWeightsError",
     "MidIterationError",
+    "MixedScalesError",
     "NewScaleError",
     "NoGradientsError",
     "NonfiniteNormError",
@@ -68,6 +80,8 @@ __all__ = [
     "OptimizerInBackwardError",
     "OptionError",
     "RankMismatchError",
+    "RunError",
+    "SpikeGuard",
     "StepTwiceError",
     "Stuck",
     "StuckError",

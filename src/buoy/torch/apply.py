@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from buoy.torch.contract import Contract
 
 __all__ = [
+    "add_cause",
     "combined",
     "handed_over",
     "hands_over",
     "largest",
+    "outcome",
+    "own",
     "settled",
     "total",
 ]
@@ -47,6 +50,34 @@ def combined(
     for flag in flags[1:]:
         total = total + flag
     return total
+
+
+def add_cause(record: dict[str, Any], flag: torch.Tensor, home: torch.device) -> None:
+    """Give a step one more reason not to be applied, which the policy is not told."""
+    found = combined(record["found_inf_per_device"], home)
+    if found is None:
+        return
+    record.setdefault("own", record["found_inf_per_device"])
+    both = torch.maximum(found, flag.to(home, non_blocking=True))
+    record["found_inf_per_device"] = {home: both}
+
+
+def own(record: dict[str, Any]) -> dict[torch.device, torch.Tensor]:
+    """Give the flags that the policy learns from: of this scale's gradients alone."""
+    flags: dict[torch.device, torch.Tensor] = record.get(
+        "own", record["found_inf_per_device"]
+    )
+    return flags
+
+
+def outcome(record: dict[str, Any], home: torch.device) -> bool | None:
+    """Tell whether those were finite, if the host knows it."""
+    if "own" not in record:
+        finite: bool | None = record.get("finite")
+        return finite
+    found = combined(record["own"], home)
+    seen = None if found is None else survey.seen_by_host(found)
+    return None if seen is None else not seen
 
 
 def hands_over(optimizer: Any) -> bool:
@@ -92,7 +123,8 @@ def handed_over(
     """Let an optimizer that knows of scaling do its part."""
     if not hands_over(optimizer):
         return _passed_itself(scaler, optimizer, args, kwargs)
-    if record["stage"] is OptState.READY and "multiplier" not in record:
+    looked = "multiplier" in record or "surveyed" in record
+    if record["stage"] is OptState.READY and not looked:
         scaler._check_grads(optimizer)
     scale, found = scaler._hand_over(record)
     if found is None and gather(optimizer).grads:

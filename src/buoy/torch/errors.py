@@ -17,6 +17,7 @@ from buoy._core.errors import (
 
 __all__ = [
     "AbsentRankError",
+    "AccumulateError",
     "BeforeScaleError",
     "BuoyWarning",
     "ClosureError",
@@ -25,9 +26,13 @@ __all__ = [
     "EmptyStateError",
     "FactorError",
     "Fp16GradientsError",
+    "GroupError",
+    "GuardError",
+    "LocalScalesError",
     "LossTypeError",
     "MasterWeightsError",
     "MidIterationError",
+    "MixedScalesError",
     "NewScaleError",
     "NoGradientsError",
     "NonfiniteNormError",
@@ -35,6 +40,7 @@ __all__ = [
     "OptimizerInBackwardError",
     "OptionError",
     "RankMismatchError",
+    "RunError",
     "StepTwiceError",
     "StuckError",
     "UnknownOptimizerError",
@@ -135,6 +141,30 @@ class RankMismatchError(BuoyError, RuntimeError):
     ) -> None:
         super().__init__(message)
         self.held = held or {}
+
+
+class GroupError(BuoyError, ValueError):
+    """A scale group was asked for, or used, in a way that it cannot serve."""
+
+
+class MixedScalesError(CallOrderError):
+    """Gradients of one scale group were to be unscaled by the scale of another."""
+
+
+class GuardError(BuoyError, TypeError):
+    """What was to be guarded has no buffers: it is no module."""
+
+
+class RunError(CallOrderError, ValueError):
+    """`run` could not step, or could not put back what a re-run needs."""
+
+
+class AccumulateError(CallOrderError, ValueError):
+    """A window of micro-batches was opened or used wrongly."""
+
+
+class LocalScalesError(BuoyError, ValueError):
+    """Blocks were chosen whose gradients cannot be rescaled exactly."""
 
 
 class StuckError(ScaleCollapsedError):

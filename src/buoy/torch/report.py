@@ -200,6 +200,8 @@ class Reporting(Contract):
         ]
         for report in stepped:
             report._next = after
+            if finite and report._applied is False:
+                finite = False  # skipped for another reason than an overflow
         for listener in self._listeners:
             listener.concluded(self, stepped, evidence)
         try:
@@ -221,6 +223,8 @@ class Reporting(Contract):
         bad = [report for report in stepped if report._applied is False]
         if bad:
             self._watch.missed(self._read_scale(), partial(_why, bad[0]))
+        else:
+            self._watch.applied(self._read_scale)
 
     def _hear_late(self, found: torch.Tensor, stepped: list[LastStep]) -> None:
         """Send off what the host does not know; tell of what has arrived."""

@@ -5,6 +5,7 @@ With torch's own rule the dict is torch's, key for key.  Another policy adds one
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,35 +27,57 @@ __all__ = ["VERSION", "beyond", "growth_tracker", "load_beyond", "pickled", "unp
 VERSION = 1
 _TRANSIENT = {
     "_losses", "_history", "_frozen", "_guide", "_reports", "_last", "_mail", "_noted",
-    "_traced", "_traced_loss", "_untold", "_listeners", "_recorder",
-    "_shares", "_healing", "_assumed",
+    "_traced", "_traced_loss", "_untold", "_listeners", "_recorder", "_parent",
+    "_shares", "_healing", "_assumed", "_window", "_origins", "_guards", "_parts",
 }  # fmt: skip
 
 
 def beyond(scaler: "GradScaler") -> dict[str, Any]:
     """Write what torch's five entries do not hold."""
-    rule = scaler._rule
-    if isinstance(rule, Classic):
-        return {}
-    return {
-        "buoy": {
-            "version": VERSION,
+    rule, kept = scaler._rule, _parts(scaler)
+    if isinstance(rule, Governed):
+        kept = {
             "policy": encode(rule.rule),
             "state": encode(rule.state),
             "turn": scaler._turn,
+            **kept,
         }
-    }
+    return {"buoy": {"version": VERSION, **kept}} if kept else {}
+
+
+def _parts(scaler: "GradScaler") -> dict[str, Any]:
+    """Write what belongs neither to torch's rule nor to a policy."""
+    kept: dict[str, Any] = {}
+    if groups := scaler._save_groups():
+        kept["groups"] = groups
+    if scaler._spikes is not None:
+        kept["spikes"] = scaler._spikes.saved()
+    for name, part in scaler._parts.items():
+        kept[name] = part.state_dict()
+    return kept
+
+
+def _load_parts(scaler: "GradScaler", kept: Any) -> None:
+    if not isinstance(kept, dict) or kept.get("version") != VERSION:
+        return
+    scaler._load_groups(kept.get("groups", {}))
+    if scaler._spikes is not None:
+        scaler._spikes.load(kept.get("spikes", []))
+    for name, part in scaler._parts.items():
+        if name in kept:
+            part.load_state_dict(kept[name])
 
 
 def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:
     """Read it back; a state without it, torch's or another rule's, gives the scale."""
     rule, kept = scaler._rule, saved.get("buoy")
+    _load_parts(scaler, kept)
     if isinstance(rule, Classic):
         rule.admit(float(saved["scale"]))
         scale, count = single(float(saved["scale"])), int(saved["_growth_tracker"])
         rule.learn(scaler, scale, count)
         return
-    if kept is None:
+    if kept is None or (isinstance(kept, dict) and "state" not in kept):
         _take_scale(scaler, rule, saved)
         return
     if not isinstance(kept, dict) or kept.get("version") != VERSION:
@@ -110,5 +133,10 @@ def unpickled(scaler: "GradScaler", state: dict[str, Any]) -> None:
     scaler.__dict__.update(state)
     scaler._last, scaler._untold, scaler._reports = None, None, {}
     scaler._recorder = None
+    scaler._parent = scaler._window = scaler._origins = None
+    scaler._guards, scaler._parts = [], {}
     if scaler._enabled:
         scaler._begin()
+    for group in scaler._groups.values():
+        group._parent = weakref.ref(scaler)
+        scaler._adopt(group)

@@ -14,16 +14,30 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from buoy._backends import torch as backend
 from buoy._core.policy import Policy
+from buoy._core.spikes import SpikeGuard
 from buoy._core.state import Verdict
-from buoy.torch import agree, apply, misuse, options, saved, traced, verdicts, words
-from buoy.torch.clip import Clipping
+from buoy.torch import (
+    agree,
+    apply,
+    groups,
+    misuse,
+    options,
+    saved,
+    spikes,
+    traced,
+    verdicts,
+    words,
+    words_beyond,
+)
 from buoy.torch.errors import EmptyStateError, MidIterationError
 from buoy.torch.halves import Fp16Params, Halves
+from buoy.torch.joint import Joint
 from buoy.torch.mailbox import Mailbox
 from buoy.torch.names import Names
 from buoy.torch.pipeline import scaled_loss
 from buoy.torch.ranks import ProcessGroups, Ranks
 from buoy.torch.replicas import Shares
+from buoy.torch.retry import Retrying
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
 from buoy.torch.watch import OnStuck, Watch
@@ -38,7 +52,7 @@ __all__ = ["GradScaler"]
 _LOSSES = 64  # of one iteration that are kept, should a verdict need them
 
 
-class GradScaler(Clipping):
+class GradScaler(Retrying):
     """Scale the loss, check and unscale the gradients, step only if they are finite.
 
     A drop-in for `torch.amp.GradScaler`: its arguments come first and mean the same.
@@ -62,6 +76,9 @@ class GradScaler(Clipping):
             several, or a DeviceMesh; all ranks if not given, none for `()`.
         on_mismatch: "raise" where ranks hold different scales or counters, or "heal"
             by skipping that step and going on from the smallest (docs/scale-out.md).
+        skip: "independent", or "joint": if one optimizer must not step, none does
+            (see `group`).
+        spike_guard: "skip" or "clip" steps whose norm is an outlier, or a `SpikeGuard`.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -97,6 +114,8 @@ class GradScaler(Clipping):
         trace: "str | os.PathLike[str] | Recorder | None" = None,
         process_group: ProcessGroups = None,
         on_mismatch: Literal["raise", "heal"] = "raise",
+        skip: groups.Skip = "independent",
+        spike_guard: Literal["skip", "clip"] | SpikeGuard | None = None,
     ) -> None:
         given = {
             "init_scale": init_scale,
@@ -113,6 +132,24 @@ class GradScaler(Clipping):
         self._untold = self._recorder = None
         alone = strict_torch and process_group is None
         self._ranks, self._piped = Ranks(() if alone else process_group), False
+        self._made_with = {
+            "device": device,
+            "enabled": enabled,
+            "policy": policy,
+            **given,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
+            "on_stuck": on_stuck,
+            "patience": patience,
+            "sync": sync,
+            "fp16_params": fp16_params,
+            "strict_torch": strict_torch,
+            "process_group": process_group,
+            "on_mismatch": on_mismatch,
+            "skip": skip,
+            "spike_guard": spike_guard,
+        }
+        self._open(joint=groups.joint(skip), guard=spikes.spike_guard(spike_guard))
         if not self._enabled:
             return
         self._strict = strict_torch
@@ -132,6 +169,14 @@ class GradScaler(Clipping):
             backend.self_test(torch.device("cpu"))
         if trace is not None:
             self._record(trace)
+
+    def _open(self, *, joint: bool, guard: SpikeGuard | None) -> None:
+        """Set up what lies beyond one scale for one optimizer."""
+        self._groups, self._waiting, self._guards, self._parts = {}, {}, [], {}
+        self._parent, self._name, self._window, self._origins = None, "", None, None
+        self._joint = Joint() if joint else None
+        self._spikes = None if guard is None else spikes.Spikes(guard)
+        self._extended = joint or guard is not None
 
     def _begin(self) -> None:
         """Set up what a copy or a loaded scaler starts afresh."""
@@ -159,6 +204,8 @@ class GradScaler(Clipping):
         if scale is None:
             self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
+        if self._window is not None:
+            self._window.begin()
         if self._guide.fresh:
             self._assumed = False
             self._guide.first_loss(self, outputs)
@@ -168,7 +215,13 @@ class GradScaler(Clipping):
                 self._foresee(outputs.reshape(()))
         if scale.device != outputs.device:
             scale = scale.to(device=outputs.device, non_blocking=True)
-        return outputs * scale
+        scaled_loss = outputs * scale
+        if self._origins is not None:
+            may_read = not self._never_sync
+            self._origins.follow(self._name, scaled_loss, may_read=may_read)
+        if self._window is not None:
+            self._window.follow(scaled_loss)
+        return scaled_loss
 
     def loss_fn(
         self, function: Callable[..., torch.Tensor]
@@ -239,6 +292,10 @@ class GradScaler(Clipping):
             self._refuse_alias(optimizer, record)
         self._guide.before_step(self, optimizer)
         scale = self._frozen_scale()
+        if self._window is not None:
+            raise words_beyond.window_open("step")
+        if self._extended:
+            self._prepare(optimizer, record)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = apply.handed_over(self, optimizer, record, args, kwargs)
         else:
@@ -262,6 +319,18 @@ class GradScaler(Clipping):
         if torch.compiler.is_compiling():
             traced.update(self)
             return
+        if self._window is not None:
+            raise words_beyond.window_open("update")
+        if self._parent is not None:
+            raise words_beyond.group_update(self._name)
+        if self._joint is not None or self._guards:
+            self._decide_together()
+        if self._groups:
+            self._update_family(new_scale)
+        else:
+            self._update_alone(new_scale)
+
+    def _update_alone(self, new_scale: float | torch.Tensor | None) -> None:
         self._check_scale_growth_tracker("update")
         evidence = None
         if new_scale is not None:
@@ -284,15 +353,13 @@ class GradScaler(Clipping):
         records = [
             record
             for record in self._per_optimizer_states.values()
-            if record["found_inf_per_device"]
+            if apply.own(record)
         ]
         if not records:
             raise words.nothing_recorded()
         home = self._home()
-        found = apply.total(
-            [record["found_inf_per_device"] for record in records], home
-        )
-        outcomes = [record.get("finite") for record in records]
+        found = apply.total([apply.own(record) for record in records], home)
+        outcomes = [apply.outcome(record, home) for record in records]
         finite = None if None in outcomes else all(outcomes)
         if not self._rule.wants:
             return Evidence(found, finite)

@@ -12,7 +12,7 @@ import torch
 
 from buoy.torch.errors import DeviceModeError
 
-__all__ = ["selected_step"]
+__all__ = ["put_back", "refuse_unknown", "selected_step"]
 
 # What each kind of optimizer's state holds before its first step, where that is not 0.
 _ONES = {"mu_product", "mu"}
@@ -40,7 +40,7 @@ def selected_step(
     step: Any = None,
 ) -> Any:
     """Step; keep the result where `found` is 0, what was there where it is 1."""
-    _refuse_unknown(optimizer)
+    refuse_unknown(optimizer, known_state=bool(optimizer.state))
     skip = found > 0
     with torch.no_grad():
         params = [(param, param.detach().clone()) for param in _stepped(optimizer)]
@@ -54,7 +54,7 @@ def selected_step(
             param.copy_(torch.where(skip.to(param.device), old, param))
         for param, name, value in _state_tensors(optimizer):
             kept = before[id(value)][1] if id(value) in before else None
-            _put_back(optimizer, param, name, value, kept, skip)
+            put_back(optimizer, param, name, value, kept, skip)
     return result
 
 
@@ -72,7 +72,7 @@ def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
                 yield param, name, value
 
 
-def _put_back(
+def put_back(
     optimizer: Any,
     param: Any,
     name: str,
@@ -80,6 +80,7 @@ def _put_back(
     old: torch.Tensor | None,
     skip: torch.Tensor,
 ) -> None:
+    """Select one tensor of a state: as it is, or as it was where `skip` is true."""
     if value.device != skip.device and value.device.type == "cpu":
         message = (
             f"{type(optimizer).__name__} keeps `{name}` on the CPU, so a skipped step "
@@ -102,8 +103,9 @@ def _initial(optimizer: Any, param: Any, name: str) -> float:
     return 0.0
 
 
-def _refuse_unknown(optimizer: Any) -> None:
-    if not isinstance(optimizer, _KNOWN) and not optimizer.state:
+def refuse_unknown(optimizer: Any, *, known_state: bool) -> None:
+    """Refuse an optimizer whose first step could not be undone on the device."""
+    if not isinstance(optimizer, _KNOWN) and not known_state:
         message = (
             f"`sync='never'` does not know what {type(optimizer).__name__} keeps "
             "before its first step, so a skipped first step could not be undone. Use "

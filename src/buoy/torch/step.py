@@ -46,8 +46,10 @@ class LastStep:
         "_parts",
         "_scale",
         "_scaler",
+        "_spike",
         "_verdict",
         "found",
+        "partner",
         "stale",
     )
 
@@ -70,7 +72,9 @@ class LastStep:
         self._offenders: tuple[str, ...] | None = None
         self._groups: tuple[int, ...] | None = None
         self._losses: tuple[torch.Tensor, ...] = ()
+        self._spike: torch.Tensor | None = None
         self.stale = False
+        self.partner = False  # skipped because of another one of a joint iteration
 
     @property
     def applied(self) -> bool:
@@ -106,10 +110,15 @@ class LastStep:
 
     @property
     def verdict(self) -> Verdict:
-        """Why the step was skipped, or that it was applied."""
+        """Why the step was skipped, or that it was applied.
+
+        `spike` is said of steps that the spike guard clipped, too.
+        """
         if self._verdict is None:
             scaler = self._scaler()
-            if self.applied or scaler is None:
+            if self._spike is not None and self._spike.item():
+                self._verdict = Verdict.SPIKE
+            elif self.applied or scaler is None:
                 self._verdict = Verdict.APPLIED if self.applied else Verdict.BAD_BATCH
             else:
                 self._verdict = scaler._judge(self)

@@ -39,6 +39,9 @@ EXPLAINED = {
     Verdict.DIVERGENCE: (
         "the loss has been climbing for several steps: lower the learning rate or clip"
     ),
+    Verdict.SPIKE: (
+        "the gradient norm stood far out of its usual range: the spike guard acted"
+    ),
     Verdict.NO_GRADS: "no parameter had a gradient",
 }
 

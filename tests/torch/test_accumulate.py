@@ -1,0 +1,261 @@
+"""Windows of micro-batches: only the bad one is lost, or none."""
+
+import math
+
+import pytest
+import torch
+from nets import OPTIMIZERS, batch, loss_of, net
+from no_host_reads import no_host_reads
+from torch import nn
+
+from buoy.torch import AccumulateError, GradScaler, NoGradientsError
+
+N = 8
+
+
+def window(scaler, model, optimizer, numbers, bad=(), *, clip=None):
+    """One window and its step; give the number of micro-batches that were dropped."""
+    with scaler.accumulate(N, optimizer) as opened:
+        for number in numbers:
+            factor = math.inf if number in bad else 1.0
+            scaler.scale(loss_of(model, number) * factor / N).backward()
+    if clip is not None:
+        scaler.clip_grad_norm_(optimizer, clip)
+    scaler.step(optimizer)
+    scaler.update()
+    return opened
+
+
+def plain(model, optimizer, numbers, weight, clip=None):
+    optimizer.zero_grad()
+    for number in numbers:
+        (loss_of(model, number) * weight).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def close(model, twin, **how):
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, **how)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_without_overflow_it_is_plain_accumulation(kind, clip):
+    """Bit for bit: scales are powers of two."""
+    model, twin = net(), net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    other = OPTIMIZERS[kind](twin.parameters())
+    scaler = GradScaler("cpu")
+    for start in range(0, 32, N):
+        numbers = range(start, start + N)
+        assert 0 == window(scaler, model, optimizer, numbers, clip=clip).dropped
+        plain(twin, other, numbers, 1 / N, clip)
+
+        close(model, twin, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_bad_micro_batch_of_eight_costs_one(kind, hidden):
+    """The mean is over the good ones; the scale falls at the update, once."""
+    model, twin = net(), net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    other = OPTIMIZERS[kind](twin.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    if hidden:
+        sync = {"sgd": "never"}.get(kind, "auto")
+        scaler = GradScaler("cpu", init_scale=2.0**10, sync=sync)
+        window(scaler, model, optimizer, range(100, 108))
+        plain(twin, other, range(100, 108), 1 / N)
+        held = [v["step"] for v in optimizer.state.values() if "step" in v]
+        with no_host_reads(hidden=True, allowed=held):
+            opened = window(scaler, model, optimizer, range(N), bad={0, 3})
+    else:
+        opened = window(scaler, model, optimizer, range(N), bad={0, 3})
+    plain(twin, other, [1, 2, 4, 5, 6, 7], 1 / 6)
+
+    assert 2 == opened.dropped
+    assert scaler.last_step.applied
+    assert 2.0**9 == scaler.get_scale()
+    close(model, twin, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_a_window_with_nothing_good_is_skipped(sync):
+    """And the next one is not harmed."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
+    window(scaler, model, optimizer, range(N))
+    before = [param.detach().clone() for param in model.parameters()]
+
+    window(scaler, model, optimizer, range(N), bad=set(range(N)))
+
+    assert not scaler.last_step.applied
+    for mine, theirs in zip(before, model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    window(scaler, model, optimizer, range(N))
+    assert scaler.last_step.applied
+
+
+def test_the_last_window_of_an_epoch_may_be_short():
+    """Fewer micro-batches give what the plain loop gives."""
+    model, twin = net(), net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    other = OPTIMIZERS["sgd"](twin.parameters())
+    window(GradScaler("cpu"), model, optimizer, range(3))
+    plain(twin, other, range(3), 1 / N)
+
+    close(model, twin, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", [None, "headroom", "megatron"])
+def test_the_scale_stands_still_inside(policy):
+    """Whatever the policy."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", policy=policy)
+    for start in range(0, 40, N):
+        seen = set()
+        with scaler.accumulate(N, optimizer):
+            for number in range(start, start + N):
+                factor = math.inf if number == start + 2 else 1.0
+                scaler.scale(loss_of(model, number) * factor / N).backward()
+                seen.add(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+
+        assert 1 == len(seen)
+        assert scaler.last_step.applied
+
+
+def test_a_bad_micro_batch_is_run_again():
+    """With the same dropout and statistics: nothing is lost at all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
+    )
+    twin = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
+    )
+    twin.load_state_dict(model.state_dict())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    other = OPTIMIZERS["sgd"](twin.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**24, model=model)
+
+    def loss_in_half(net_, number):
+        x, y = batch(number)
+        return (net_(x).half().float() - y).square().mean() / N
+
+    torch.manual_seed(9)
+    with scaler.accumulate(N, optimizer) as opened:
+        for number in range(N):
+            opened.run(lambda n=number: scaler.scale(loss_in_half(model, n)).backward())
+    scaler.step(optimizer)
+    scaler.update()
+    torch.manual_seed(9)
+    for number in range(N):
+        loss_in_half(twin, number).backward()
+    other.step()
+
+    assert 0 == opened.dropped
+    assert N == model[1].num_batches_tracked
+    assert scaler.get_scale() < 2.0**24
+    close(model, twin, rtol=2e-3, atol=2e-5)
+
+
+def test_what_cannot_be_cured_is_dropped_by_run_too():
+    """A loss that is NaN by itself is not run again."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler, attempts = GradScaler("cpu"), []
+
+    def micro(number):
+        attempts.append(number)
+        factor = math.nan if number == 1 else 1.0
+        scaler.scale(loss_of(model, number) * factor).backward()
+
+    with scaler.accumulate(3, optimizer) as opened:
+        for number in range(3):
+            opened.run(lambda n=number: micro(n), modules=())
+
+    assert [0, 1, 2] == attempts
+    assert 1 == opened.dropped
+
+
+def test_guarded_buffers_follow_the_good_ones():
+    """Statistics of a dropped micro-batch do not count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(model)
+
+    window(scaler, model, optimizer, range(N), bad={2, 5})
+
+    assert N - 2 == model[1].num_batches_tracked
+
+
+def test_an_error_inside_leaves_no_window_open():
+    """And no gradients."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    opened = scaler.accumulate(N, optimizer)
+    opened.__enter__()
+    scaler.scale(loss_of(model, 0)).backward()
+    opened.__exit__(KeyError, KeyError(), None)
+
+    assert all(param.grad is None for param in model.parameters())
+    window(scaler, model, optimizer, range(N))
+
+
+def test_known_optimizers_need_not_be_named():
+    """From the second window on."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    with pytest.raises(AccumulateError, match=r"scaler.accumulate\(n, optimizer\)"):
+        scaler.accumulate(N)
+    window(scaler, model, optimizer, range(N))
+    with scaler.accumulate(2):
+        scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_disabled_windows_do_nothing():
+    """The loop is the plain one."""
+    model, twin = net(), net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    other = OPTIMIZERS["sgd"](twin.parameters())
+    window(GradScaler("cpu", enabled=False), model, optimizer, range(N))
+    plain(twin, other, range(N), 1 / N)
+
+    close(model, twin, rtol=0, atol=0)
+
+
+def test_mistakes_are_told():
+    """Each with its cure."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    for wrong in (0, 2.0, True):
+        with pytest.raises(AccumulateError, match="at least 1"):
+            scaler.accumulate(wrong, optimizer)
+    with scaler.accumulate(1, optimizer) as opened:
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(AccumulateError, match="add up the losses"):
+            scaler.scale(loss_of(model, 1))
+        with pytest.raises(AccumulateError, match="open already"):
+            scaler.accumulate(1, optimizer).__enter__()
+        with pytest.raises(AccumulateError, match="Leave the"):
+            scaler.step(optimizer)
+        with pytest.raises(AccumulateError, match="Leave the"):
+            scaler.update()
+        with pytest.raises(NoGradientsError, match="window.run"):
+            opened.run(lambda: None, modules=())
+    with pytest.raises(AccumulateError, match="before the next window"):
+        scaler.accumulate(1, optimizer).__enter__()

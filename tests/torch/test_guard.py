@@ -1,0 +1,162 @@
+"""Buffers of a skipped step do not count."""
+
+import copy
+import math
+
+import pytest
+import torch
+from nets import OPTIMIZERS, batch
+from no_host_reads import no_host_reads
+from torch import nn
+
+from buoy.torch import GradScaler, GuardError
+
+
+class Counting(nn.Module):
+    """Replaces its buffer instead of writing into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + len(x)
+        return x
+
+
+def model_with_buffers():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), Counting(), nn.Tanh(), nn.Linear(8, 3)
+    )
+
+
+def buffers(model):
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def step(scaler, model, optimizer, number, *, bad=False):
+    optimizer.zero_grad()
+    x, y = batch(number)
+    loss = (model(x) - y).square().mean()
+    scaler.scale(loss * (math.inf if bad else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_a_run_with_skips_ends_like_one_without(kind, sync):
+    """Weights and buffers, running statistics and counters: bit for bit."""
+    model, twin = model_with_buffers(), model_with_buffers()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    other = OPTIMIZERS[kind](twin.parameters())
+    scaler = GradScaler("cpu", sync=sync, init_scale=4.0)
+    plain = GradScaler("cpu", sync=sync, init_scale=4.0)
+    scaler.guard(model)
+    for number in range(12):
+        bad = number % 3 == 1
+        step(scaler, model, optimizer, number, bad=bad)
+        if not bad:
+            step(plain, twin, other, number)
+
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_without_a_guard_they_are_lost():
+    """The test above can fail."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    before = buffers(model)
+
+    step(GradScaler("cpu"), model, optimizer, 0, bad=True)
+
+    assert not torch.equal(before["1.running_mean"], model[1].running_mean)
+
+
+@pytest.mark.parametrize(("kind", "sync"), [("fused adamw", "auto"), ("sgd", "never")])
+def test_it_waits_for_nobody(kind, sync):
+    """Buffers are selected on the device."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.guard(model)
+    step(scaler, model, optimizer, 0)
+    before = buffers(model)
+    steps = [v["step"] for v in optimizer.state.values() if "step" in v]
+
+    with no_host_reads(hidden=True, allowed=steps):
+        step(scaler, model, optimizer, 1, bad=True)
+
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_model_follows_its_own_optimizer():
+    """With two networks the one that stepped keeps its statistics."""
+    one, two = model_with_buffers(), model_with_buffers()
+    first = OPTIMIZERS["sgd"](one.parameters())
+    second = OPTIMIZERS["sgd"](two.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(one, two)
+    before = buffers(two)
+    x, _ = batch(0)
+    scaler.scale(one(x).mean()).backward()
+    scaler.scale(two(x).mean() * math.inf).backward()
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+
+    assert 1 == one[1].num_batches_tracked
+    for name, value in two.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_parts_of_a_model_may_be_called_alone():
+    """A forward pass that goes around the model's own is seen as well."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(model)
+    before = buffers(model)
+    x, _ = batch(0)
+    hidden = model[1](model[0](x))
+    scaler.scale(model[4](hidden).mean() * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert torch.equal(before["1.running_mean"], model[1].running_mean)
+
+
+def test_buffers_loaded_between_steps_stay():
+    """What was written before the forward pass is what a skip goes back to."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(model)
+    step(scaler, model, optimizer, 0)
+    state = copy.deepcopy(model.state_dict())
+    state["1.running_mean"].fill_(7.0)
+    model.load_state_dict(state)
+
+    step(scaler, model, optimizer, 1, bad=True)
+
+    assert torch.equal(torch.full((8,), 7.0), model[1].running_mean)
+
+
+def test_a_disabled_scaler_guards_nothing():
+    """And says nothing."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.guard(model)
+    step(scaler, model, optimizer, 0)
+
+    assert 1 == model[1].num_batches_tracked
+
+
+def test_what_is_no_module_is_refused():
+    """With the way to what was probably meant."""
+    with pytest.raises(GuardError, match="scaler.gate"):
+        GradScaler("cpu").guard(OPTIMIZERS["sgd"](nn.Linear(1, 1).parameters()))

@@ -1,0 +1,283 @@
+"""`run`: the same batch again at a lower scale, instead of losing it."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from nets import OPTIMIZERS, batch, loss_of, net
+from torch import nn
+
+from buoy import Verdict
+from buoy.torch import BuoyWarning, GradScaler, GroupError, OptionError, RunError
+
+STEPS = 40
+
+
+def noisy_net():
+    """Make a network with dropout and batch statistics."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
+    )
+
+
+def loss_in_half(model, number):
+    """Let the gradient pass through FP16 where it leaves the loss."""
+    x, y = batch(number)
+    out = model(x).half().float()
+    return (out - y).square().mean()
+
+
+def train_plain(model, optimizer):
+    torch.manual_seed(5)
+    seen = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_in_half(model, number)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
+def steps_of(optimizer):
+    return {int(state["step"]) for state in optimizer.state.values()}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("policy", [None, "backoff", "headroom"])
+def test_nothing_is_lost(kind, whole, policy):
+    """As many updates as FP32, same order, same dropout, same statistics."""
+    model, twin = noisy_net(), noisy_net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    other = OPTIMIZERS[kind](twin.parameters())
+    wanted = train_plain(twin, other)
+    scaler = GradScaler("cpu", policy=policy, model=model)
+    attempts, losses = [], []
+    torch.manual_seed(5)
+    for number in range(STEPS):
+        if number % 5 == 2:  # inject: a scale at which FP16 overflows
+            scaler.scale(torch.zeros(()))
+            scaler._losses.clear()
+            scaler._set_scale(2.0**24)
+
+        def step(number=number):
+            attempts.append(number)
+            if whole:
+                optimizer.zero_grad()
+            loss = loss_in_half(model, number)
+            scaler.scale(loss).backward()
+            if whole:
+                scaler.step(optimizer)
+                scaler.update()
+            return loss.item()
+
+        losses.append(scaler.run(step, *([] if whole else [optimizer])))
+
+        assert scaler.last_step.applied
+
+    assert {STEPS} == steps_of(optimizer) == steps_of(other)
+    assert sorted(attempts) == attempts
+    assert len(attempts) >= STEPS + 8
+    assert STEPS == model[1].num_batches_tracked
+    torch.testing.assert_close(losses, wanted, rtol=2e-2, atol=0)
+    torch.testing.assert_close(
+        model[1].running_var, twin[1].running_var, rtol=1e-2, atol=0
+    )
+
+
+def test_without_run_they_are_lost():
+    """The same events, the old way: the test above can fail."""
+    model = noisy_net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", model=model)
+    for number in range(STEPS):
+        if number % 5 == 2:
+            scaler.update(2.0**24)
+        optimizer.zero_grad()
+        scaler.scale(loss_in_half(model, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert max(steps_of(optimizer)) < STEPS
+
+
+def test_every_generator_repeats():
+    """Torch's, Python's, NumPy's, and one of the user's own."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**24)
+    own = torch.Generator().manual_seed(3)
+    drawn = []
+
+    def step():
+        drawn.append(
+            (
+                torch.rand(1).item(),
+                random.random(),
+                float(np.random.random()),  # noqa: NPY002 - the one that users use
+                torch.rand(1, generator=own).item(),
+            )
+        )
+        scaler.scale(loss_in_half(model, 0)).backward()
+
+    scaler.run(step, optimizer, modules=(), generators=[own])
+
+    assert len(drawn) > 2
+    assert 1 == len(set(drawn))
+
+
+def test_a_steep_descent_ends_where_gradients_fit():
+    """Few tries, and no more bits lost than one or two."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**60)
+    tries = []
+
+    def step():
+        tries.append(scaler.get_scale())
+        scaler.scale(loss_in_half(model, 0)).backward()
+
+    scaler.run(step, optimizer, modules=())
+
+    assert len(tries) <= 7
+    assert scaler.get_scale() >= 2.0**15
+    for number in range(4):
+        scaler.run(
+            lambda n=number: scaler.scale(loss_in_half(model, n)).backward(),
+            optimizer,
+            modules=(),
+        )
+    assert scaler.last_step.applied
+
+
+def test_a_static_scale_comes_back():
+    """It was lowered for one batch alone."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", policy="static", init_scale=2.0**20)
+    scaler.run(
+        lambda: scaler.scale(loss_in_half(model, 0)).backward(), optimizer, modules=()
+    )
+
+    assert scaler.last_step.applied
+    assert 2.0**20 == scaler.get_scale()
+
+
+def test_what_no_scale_can_cure_is_not_run_again():
+    """It comes back as a skip, after one attempt."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler, attempts = GradScaler("cpu"), []
+
+    def step():
+        attempts.append(1)
+        scaler.scale(loss_of(model, 0) * math.nan).backward()
+
+    scaler.run(step, optimizer, modules=())
+
+    assert [1] == attempts
+    assert Verdict.FORWARD_NONFINITE == scaler.last_step.verdict
+
+
+def test_tries_are_bounded():
+    """A gradient that overflows at any scale ends as a skip, and damages nothing."""
+    model = net()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler, attempts = GradScaler("cpu"), []
+
+    def step():
+        attempts.append(1)
+        scaler.scale(loss_of(model, 0)).backward()
+        next(model.parameters()).grad.fill_(math.inf)
+
+    scaler.run(step, optimizer, modules=(), retries=3)
+
+    assert 4 == len(attempts)
+    assert not scaler.last_step.applied
+    assert scaler.get_scale() > 0
+    for mine, theirs in zip(before, model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def two_networks(skip):
+    """Make two networks in two groups, of which the second overflows at first."""
+    one, other = net(0), net(1)
+    first = OPTIMIZERS["adamw"](one.parameters())
+    second = OPTIMIZERS["adamw"](other.parameters())
+    scaler = GradScaler("cpu", skip=skip)
+    a, b = scaler.group("a"), scaler.group("b", init_scale=2.0**24)
+    attempts = []
+
+    def step():
+        attempts.append(1)
+        a.scale(loss_in_half(one, 0)).backward()
+        b.scale(loss_in_half(other, 0)).backward()
+        a.unscale_(first)
+        b.unscale_(second)
+
+    return scaler, step, (first, second), attempts
+
+
+def test_half_a_step_is_not_run_again():
+    """Of independent optimizers one has stepped: that is told, once."""
+    scaler, step, optimizers, attempts = two_networks("independent")
+
+    with pytest.warns(BuoyWarning, match="skip='joint'"):
+        scaler.run(step, *optimizers, modules=())
+
+    assert [1] == attempts
+
+
+def test_a_joint_step_is_run_again():
+    """Until both have stepped; the scale that was not at fault stays."""
+    scaler, step, optimizers, attempts = two_networks("joint")
+
+    scaler.run(step, *optimizers, modules=())
+
+    assert len(attempts) > 2
+    assert {1} == steps_of(optimizers[0]) == steps_of(optimizers[1])
+    assert 2.0**16 == scaler.group("a").get_scale()
+
+
+def test_disabled_runs_once():
+    """And steps."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", enabled=False)
+    result = scaler.run(
+        lambda: scaler.scale(loss_of(model, 0)).backward() or 3, optimizer
+    )
+
+    assert 3 == result
+    assert {1} == steps_of(optimizer)
+
+
+def test_mistakes_are_told():
+    """Each with its cure."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+
+    def step():
+        scaler.scale(loss_of(model, 0)).backward()
+
+    with pytest.raises(RunError, match=r"modules=\(\)"):
+        scaler.run(step, optimizer)
+    with pytest.raises(RunError, match=r"scaler.run\(step_fn, optimizer\)"):
+        scaler.run(step, modules=())
+    with pytest.raises(OptionError, match="`retries` must be"):
+        scaler.run(step, optimizer, modules=(), retries=-1)
+    with pytest.raises(OptionError, match="come back the same at any scale"):
+        scaler.run(step, optimizer, modules=(), retry_on=["forward_nonfinite"])
+    with pytest.raises(GroupError, match=r"scaler\.run"):
+        scaler.group("a").run(step)
+    optimizer.zero_grad()
+    step()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RunError, match="middle of an iteration"):
+        scaler.run(step, optimizer, modules=())
