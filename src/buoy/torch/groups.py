@@ -28,7 +28,7 @@ __all__ = ["Grouping", "Skip", "joint"]
 Skip = Literal["independent", "joint"]
 _MOVABLE = (
     "init_scale", "growth_factor", "backoff_factor", "growth_interval", "policy",
-    "min_scale", "max_scale",
+    "min_scale", "max_scale", "trace",
 )  # fmt: skip
 
 

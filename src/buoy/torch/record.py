@@ -147,10 +147,13 @@ class Tap:
     def _pass_on(
         self, scaler: Any, stepped: list[LastStep], evidence: Evidence | None
     ) -> None:
-        finite = None if evidence is None else evidence.finite
+        outcomes = [report._applied for report in stepped]
+        finite = None if None in outcomes else all(outcomes)
         bad = [report for report in stepped if report._applied is False]
         report = bad[0] if bad else stepped[-1]
         found = report.found if evidence is None else evidence.found
+        if report._spike is not None:  # of which the evidence says nothing
+            found = report.found
         scale = report._scale
         norm, amax = self._sizes(scaler, scale)
         loss = scaler._losses[-1].detach() if scaler._losses else None
