@@ -44,6 +44,7 @@ class Contract(TorchGradScaler):
     _watch: Watch
     _names: Names
     _losses: deque[torch.Tensor]
+    _scalings: int  # calls of `scale` since the last update
     _turn: int  # updates so far
     _listeners: "list[Listener]"
     _ranks: Ranks

@@ -78,7 +78,7 @@ class MidIterationError(CallOrderError, AssertionError):
 
 
 class ClosureError(CallOrderError):
-    """A closure was passed where its gradients would not be unscaled."""
+    """A closure does what would make its gradients or its loss wrong."""
 
 
 class OptimizerInBackwardError(CallOrderError):

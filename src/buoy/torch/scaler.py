@@ -19,6 +19,7 @@ from buoy._core.state import Verdict
 from buoy.torch import (
     agree,
     apply,
+    closures,
     groups,
     misuse,
     options,
@@ -180,7 +181,7 @@ class GradScaler(Retrying):
 
     def _begin(self) -> None:
         """Set up what a copy or a loaded scaler starts afresh."""
-        self._losses = deque(maxlen=_LOSSES)
+        self._losses, self._scalings = deque(maxlen=_LOSSES), 0
         self._history = deque(maxlen=verdicts.HISTORY)
         self._frozen = None
         self._guide = misuse.Guide()
@@ -196,6 +197,7 @@ class GradScaler(Retrying):
         """Multiply a loss, or every tensor of an iterable, by the scale."""
         if not self._enabled:
             return outputs
+        self._scalings += 1
         if not isinstance(outputs, torch.Tensor):
             return scaled(self, outputs)
         if torch.compiler.is_compiling():
@@ -275,13 +277,18 @@ class GradScaler(Retrying):
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> float | None:
-        """Unscale if that has not been done, and step if every gradient is finite."""
+        """Unscale if that has not been done, and step if every gradient is finite.
+
+        With a closure, as LBFGS and SAM need one, each of its evaluations is scaled,
+        checked and unscaled; it returns the loss, or scales and calls `backward` itself
+        (see docs/closures.md).
+        """
         if not self._enabled:
-            result: float | None = optimizer.step(*args, **kwargs)
+            result: float | None = closures.plain_step(optimizer, args, kwargs)
             self._report_unscaled(optimizer)
             return result
-        if "closure" in kwargs or (args and callable(args[0]) and not self._strict):
-            raise words.closure()
+        if (args or kwargs) and closures.wanted(self, args, kwargs):
+            return closures.step(self, optimizer, args, kwargs)
         if torch.compiler.is_compiling():
             return traced.step(self, optimizer)
         self._check_scale_growth_tracker("step")
@@ -344,6 +351,7 @@ class GradScaler(Retrying):
                 self._rule.move(self, evidence)
             self._conclude(evidence)
         finally:
+            self._scalings = 0
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _evidence(self) -> Evidence:

@@ -9,6 +9,7 @@ from buoy.torch.errors import (
     AbsentRankError,
     BeforeScaleError,
     ClosureError,
+    DeviceModeError,
     DtypeDriftError,
     Fp16GradientsError,
     MasterWeightsError,
@@ -25,6 +26,12 @@ __all__ = [
     "absent",
     "before_scale",
     "closure",
+    "closure_never_syncs",
+    "closure_not_called",
+    "closure_returns_scaled",
+    "closure_unscaled",
+    "closure_updates",
+    "closure_without_loss",
     "drifted",
     "fp16_gradients",
     "in_backward",
@@ -101,13 +108,66 @@ def nothing_recorded() -> NothingRecordedError:
 
 
 def closure() -> ClosureError:
-    """Say why a closure cannot simply be passed on."""
+    """Say what torch says of a closure, where its letter is wanted."""
     return ClosureError(
-        "Closure use is not currently supported if GradScaler is enabled. The "
-        "optimizer would call it itself and see gradients multiplied by the scale. "
-        "Compute the gradients before `scaler.step(optimizer)`, or pass "
-        "`enabled=False` for LBFGS "
-        "and other optimizers that need one."
+        "Closure use is not currently supported if GradScaler is enabled. With "
+        "`strict_torch=True` Buoy refuses it as torch does: the optimizer would call "
+        "it itself and see gradients multiplied by the scale. Leave `strict_torch` out."
+    )
+
+
+def closure_unscaled() -> ClosureError:
+    """Say that a closure called `backward` on a bare loss."""
+    return ClosureError(
+        "The closure called `backward()` on a loss that was not scaled, so its FP16 "
+        "gradients have underflowed and must not be divided by the scale. Write "
+        "`scaler.scale(loss).backward(); return loss` in it, or only `return loss` "
+        "and leave the rest to `scaler.step`. Nothing was changed."
+    )
+
+
+def closure_returns_scaled() -> ClosureError:
+    """Say that a closure returned the scaled loss."""
+    return ClosureError(
+        "The closure returned the scaled loss. The optimizer compares it with others "
+        "and with gradients that are unscaled. Keep both apart: "
+        "`scaler.scale(loss).backward(); return loss`. Nothing was changed."
+    )
+
+
+def closure_without_loss(got: object) -> ClosureError:
+    """Say that a closure neither called `backward` nor returned a loss."""
+    return ClosureError(
+        f"The closure returned {got!r:.60} and called no `backward()`, so there is "
+        "nothing to step by. Let it return the loss as a tensor with its graph: not "
+        "`loss.item()`, not detached. Nothing was changed."
+    )
+
+
+def closure_updates() -> ClosureError:
+    """Say that a closure moved the scale."""
+    return ClosureError(
+        "The closure called `scaler.update()` or `scaler.step()`: the scale must stay "
+        "as it is until the optimizer has finished evaluating. Call `update()` once, "
+        "after `scaler.step(optimizer, closure)`. Nothing was changed."
+    )
+
+
+def closure_not_called(kind: str) -> ClosureError:
+    """Say that an optimizer ignored its closure."""
+    return ClosureError(
+        f"{kind} stepped without calling the closure, so by gradients that nothing "
+        "has checked; the step was taken back. Compute them before it: "
+        "`scaler.scale(loss).backward()`, then `scaler.step(optimizer)`."
+    )
+
+
+def closure_never_syncs() -> DeviceModeError:
+    """Say that closures ask the device."""
+    return DeviceModeError(
+        "Neither `sync='never'` nor torch.compile goes with a closure: whether an "
+        "evaluation overflowed decides whether the optimizer goes on. Use a scaler "
+        "with `sync='auto'`, outside of compiled functions."
     )
 
 
