@@ -43,10 +43,12 @@ from buoy.torch.errors import (
     RunError,
     StepTwiceError,
     StuckError,
+    UnknownModuleError,
     UnknownOptimizerError,
     UnscaleAfterStepError,
     UnscaleTwiceError,
 )
+from buoy.torch.keep import KeptFp32, keep_fp32
 from buoy.torch.masters import MasterWeights
 from buoy.torch.scaler import GradScaler
 from buoy.torch.step import LastStep
@@ -66,6 +68,7 @@ __all__ = [
     "GradScaler",
     "GroupError",
     "GuardError",
+    "KeptFp32",
     "LastStep",
     "LocalScalesError",
     "LossTypeError",
@@ -86,7 +89,9 @@ __all__ = [
     "Stuck",
     "StuckError",
     "StuckWarning",
+    "UnknownModuleError",
     "UnknownOptimizerError",
     "UnscaleAfterStepError",
     "UnscaleTwiceError",
+    "keep_fp32",
 ]

@@ -43,6 +43,7 @@ __all__ = [
     "RunError",
     "StepTwiceError",
     "StuckError",
+    "UnknownModuleError",
     "UnknownOptimizerError",
     "UnscaleAfterStepError",
     "UnscaleTwiceError",
@@ -95,6 +96,10 @@ class DtypeDriftError(Fp16GradientsError):
 
 class MasterWeightsError(BuoyError, RuntimeError):
     """Master weights cannot be kept for this optimizer as it is."""
+
+
+class UnknownModuleError(BuoyError, LookupError):
+    """A model has no module of that name."""
 
 
 class LossTypeError(BuoyError, ValueError):
