@@ -162,6 +162,7 @@ class _Evaluation:
         self._scale = scaler._frozen_scale()
         if record["stage"] is OptState.READY:
             scaler.unscale_(optimizer)
+        scaler._settle(record)
         found = apply.combined(record["found_inf_per_device"], scaler._home())
         if found is None:
             if must:
