@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check unit wheel bench clean
+.PHONY: demo test check unit wheel bench browser clean
 
 demo: $(READY)
 	$(BIN)/buoy demo
@@ -23,8 +23,16 @@ check: $(READY)
 	$(BIN)/mypy
 
 # The suite, on all cores; the header says in one line what it leaves out.
-unit: $(READY)
+unit: $(READY) browser
 	$(BIN)/pytest -n auto --dist worksteal
+
+# What the report is tested in; installed where that may be done, else named.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	echo "Missing: chromium and chromedriver. The report's page is not tested without them."
 
 # The built wheel installs alone, pulls nothing in, and works.
 wheel: $(READY)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 
 from hypothesis import HealthCheck, settings
 
@@ -19,12 +20,13 @@ settings.load_profile("buoy")
 
 
 def pytest_report_header() -> str:
-    """Say in one line which backends the run leaves out, and why."""
+    """Say in one line what the run leaves out, and why."""
     missing = [
         name
         for name in ("numpy", "torch", "jax", "ml_dtypes", "click", "rich")
         if importlib.util.find_spec(name) is None
     ]
+    missing += [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
     left_out = (
         f"left out, not installed: {', '.join(missing)}" if missing else "nothing"
     )

@@ -26,6 +26,8 @@ COMMANDS = (
     ["tune", "synthetic:spikes:steps=200"],
 )
 
+COMMAND_NAMES = ["demo", "formats", "policies", "replay", "report", "tune"]
+
 with_click = pytest.mark.skipif(
     not (find_spec("click") and find_spec("rich")), reason="the extra `cli` is missing"
 )
@@ -78,7 +80,7 @@ def test_commands_end_well_and_fit_a_terminal(arguments: list[str]) -> None:
 
 
 @with_click
-@pytest.mark.parametrize("command", ["demo", "formats", "policies", "replay", "tune"])
+@pytest.mark.parametrize("command", COMMAND_NAMES)
 def test_every_command_has_help_that_fits(command: str) -> None:
     """`--help` names --json and keeps within 80 columns."""
     done = run(command, "--help")

@@ -10,6 +10,7 @@ from buoy.cli.demo import demo
 from buoy.cli.formats import formats
 from buoy.cli.policies import policies
 from buoy.cli.replay import replay
+from buoy.cli.report import report
 from buoy.cli.tune import tune
 
 __all__ = ["app", "run"]
@@ -34,7 +35,7 @@ def app() -> None:
     """
 
 
-for command in (demo, formats, policies, replay, tune):
+for command in (demo, formats, policies, replay, report, tune):
     app.add_command(command)
 
 

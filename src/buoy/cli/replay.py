@@ -14,7 +14,7 @@ from buoy._core.walk import log2_of
 from buoy.cli.render import describe, json_out, percent, scale, table
 from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed
 
-__all__ = ["compare", "replay"]
+__all__ = ["compare", "named", "replay"]
 
 _USUAL = ("headroom", "torch", "megatron")
 
@@ -40,7 +40,7 @@ def replay(
     FILE may also be synthetic:KIND[:steps=N,seed=N], with KIND of stationary, spikes,
     step_up, step_down, drift_down, drift_up, saw, noise, jumps.
     """
-    policies = _named(specs or _USUAL)
+    policies = named(specs or _USUAL)
     compare(opened(source, number_format), policies, as_json=as_json)
 
 
@@ -67,7 +67,8 @@ def compare(trace: Trace, policies: dict[str, Policy], *, as_json: bool) -> None
     _print(trace, (*results, best))
 
 
-def _named(specs: Iterable[str]) -> dict[str, Policy]:
+def named(specs: Iterable[str]) -> dict[str, Policy]:
+    """Make the policies that were typed, by what was typed."""
     found: dict[str, Policy] = {}
     for spec in specs:
         name, parameters = parsed(spec)

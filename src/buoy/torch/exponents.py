@@ -1,8 +1,8 @@
 """Count gradients by binade, on their device, without reading one.
 
 The exponent lies open in a float32's bits.  Large tensors are sampled at a regular
-distance: a share of one half is then known within 0.3 percentage points (one standard
-deviation), whatever the tensor's size.
+distance: a share of one half is then known within 0.4 percentage points (one standard
+deviation), whatever the tensor's size, and that of the whole model far better.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from buoy._backends import torch as backend
 __all__ = ["BINS", "SAMPLE", "exponents"]
 
 BINS = 256  # 0: zeros (and float32's subnormals), 255: inf and NaN, e: 2^(e-127)
-SAMPLE = 2**15  # elements of a tensor that are counted at least, if it has as many
+SAMPLE = 2**14  # elements of a tensor that are counted at least, if it has as many
+_TOTAL = 2**21  # of all tensors together, if that is more
 
 
 def exponents(grads: Sequence[torch.Tensor], turn: int = 0) -> torch.Tensor:
@@ -28,8 +29,10 @@ def exponents(grads: Sequence[torch.Tensor], turn: int = 0) -> torch.Tensor:
         (1, 2, 1)
     """
     home = grads[0].device
+    sample = max(SAMPLE, _TOTAL // len(grads))
     fields = [
-        _fields(backend.local(grad), turn).to(home, non_blocking=True) + BINS * index
+        _fields(backend.local(grad), turn, sample).to(home, non_blocking=True)
+        + BINS * index
         for index, grad in enumerate(grads)
     ]
     places = torch.cat(fields)
@@ -38,11 +41,11 @@ def exponents(grads: Sequence[torch.Tensor], turn: int = 0) -> torch.Tensor:
     return counted.scatter_add_(0, places, ones).view(len(grads), BINS)
 
 
-def _fields(grad: torch.Tensor, turn: int) -> torch.Tensor:
+def _fields(grad: torch.Tensor, turn: int, sample: int) -> torch.Tensor:
     flat = grad.detach().reshape(-1)
     # Odd, or it would walk along the columns of most matrices.
-    stride = max(flat.numel() // SAMPLE, 1) | 1
-    if stride > 1 and stride * SAMPLE > flat.numel():
+    stride = max(flat.numel() // sample, 1) | 1
+    if stride > 1 and stride * sample > flat.numel():
         stride -= 2
     some = flat[turn % stride :: stride] if stride > 1 else flat
     bits = some.to(torch.float32).contiguous().view(torch.int32)

@@ -29,11 +29,11 @@ from buoy.trace.record import Recorder
 if TYPE_CHECKING:
     from buoy.torch.report import Reporting
 
-__all__ = ["Tap", "record"]
+__all__ = ["SELDOM", "Tap", "record"]
 
 _LETTERS = 16  # steps that travel together
 _CHEAP = 2**20  # gradients whose size is measured at every step
-_SELDOM = 32  # steps between two measurements of many more
+SELDOM = 64  # steps between two measurements of many more
 
 Number = float | torch.Tensor
 
@@ -124,7 +124,7 @@ class Tap:
 
     def _measure(self, scaler: Any, record: dict[str, Any], gathered: Gathered) -> None:
         size = sum(map(torch.Tensor.numel, gathered.grads))
-        if size > _CHEAP and scaler._turn % _SELDOM:
+        if size > _CHEAP and scaler._turn % SELDOM:
             return
         one = torch.ones((), device=scaler._home())
         if "amax" not in record:

@@ -1,0 +1,106 @@
+"""`buoy report`: one page about a recorded run, or several side by side."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from buoy.cli.render import describe, json_out
+from buoy.cli.replay import named
+from buoy.cli.spec import JSON
+
+__all__ = ["report"]
+
+
+@click.command(short_help="Write a page about recorded runs.")
+@click.argument("sources", metavar="FILE...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--out",
+    default="report.html",
+    show_default=True,
+    metavar="HTML",
+    help="Where to write the page.",
+)
+@click.option(
+    "-l",
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="TEXT",
+    help="What to call a run, in the order of the files. Repeatable.",
+)
+@click.option("--title", default="", help="What stands at the top of the page.")
+@click.option(
+    "-p",
+    "--policy",
+    "specs",
+    metavar="NAME[:key=value,...]",
+    multiple=True,
+    help="A policy to replay over each run. Repeatable. "
+    "[default: headroom, torch, megatron]",
+)
+@click.option("--open", "open_it", is_flag=True, help="Open the page in a browser.")
+@JSON
+def report(
+    sources: tuple[str, ...],
+    out: str,
+    labels: tuple[str, ...],
+    title: str,
+    specs: tuple[str, ...],
+    *,
+    open_it: bool,
+    as_json: bool,
+) -> None:
+    """Write one self-contained page about the recorded runs in FILE.
+
+    It opens offline: scale and skips, headroom, where the gradients lie, which layers
+    lose most, and what other policies would have done.
+    """
+    from buoy.report.page import write  # noqa: PLC0415 - imports only what is used
+    from buoy.report.run import Run  # noqa: PLC0415
+
+    if len(labels) > len(sources):
+        message = f"{len(labels)} labels were given for {len(sources)} files."
+        raise click.BadParameter(message, param_hint="--label")
+    names = [*labels, *[""] * (len(sources) - len(labels))]
+    runs = [Run(path, name) for path, name in zip(sources, names, strict=True)]
+    page = write(runs, out, title=title, policies=named(specs))
+    if as_json:
+        json_out({"report": str(page), "bytes": page.stat().st_size,
+                  "runs": [_as_dict(run) for run in runs]})  # fmt: skip
+    else:
+        _print(runs, page)
+    if open_it:
+        click.launch(page.absolute().as_uri())
+
+
+def _as_dict(run: Any) -> dict[str, Any]:
+    from buoy.report.facts import sum_up  # noqa: PLC0415
+    from buoy.report.words import summary  # noqa: PLC0415
+
+    found = sum_up(run.recording)
+    said = summary(found)
+    facts = describe(found)
+    del facts["type"], facts["layers"]
+    return {
+        "run": run.label,
+        "level": said.level,
+        "headline": said.headline,
+        "sentences": said.sentences,
+        **facts,
+    }
+
+
+def _print(runs: list[Any], page: Path) -> None:
+    from textwrap import fill  # noqa: PLC0415
+
+    from buoy.report.facts import sum_up  # noqa: PLC0415
+    from buoy.report.words import summary  # noqa: PLC0415
+
+    for run in runs:
+        said = summary(sum_up(run.recording))
+        click.echo(fill(f"{run.label}: {said.headline}.", 80))
+        for sentence in said.sentences:
+            click.echo(fill(sentence, 80, initial_indent="  ", subsequent_indent="  "))
+    click.echo(f"The page is {page}.")

@@ -1,0 +1,192 @@
+"""The figures of a recorded run, as plain numbers: what the page and the watch show."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from buoy._core.formats import FORMATS, Format
+from buoy._core.state import Verdict
+from buoy.trace.counts import Counts
+from buoy.trace.recording import Recording, Shot
+from buoy.trace.row import Row
+
+__all__ = ["Facts", "Layer", "Shares", "layers", "shares", "sum_up"]
+
+_WARM_UP = 0.1  # of the run, or so many steps: when skips are expected
+_MOST_WARM_UP = 1000
+_RECENT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Where the gradients of one step lay, as shares of all elements."""
+
+    zero: float  # exactly zero, by underflow or by nature
+    subnormal: float  # not zero, but below the smallest normal number: digits are lost
+    nonfinite: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One tensor over the whole run."""
+
+    name: str
+    size: int
+    zero: float  # share, mean over the looks
+    subnormal: float
+    headroom: float | None  # bits, the least of all looks
+    offences: int  # skipped steps in which it was not finite
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One run in figures."""
+
+    steps: int
+    skipped: int
+    warm_up_skips: int  # among them, in the first tenth
+    row: int  # skipped in a row at the end
+    recent_skips: int  # among the last 200
+    verdicts: dict[Verdict, int]
+    first_scale: float
+    last_scale: float
+    low_scale: float
+    high_scale: float
+    headroom: float | None  # bits, median
+    least_headroom: float | None
+    last_loss: float | None
+    seconds: float  # per step, median
+    shares: Shares | None  # of the latest look at all gradients
+    layers: tuple[Layer, ...]  # worst first
+    offenders: tuple[tuple[str, int], ...]  # how often, most often first
+    lost: int
+    ended: bool
+
+    @property
+    def skipped_share(self) -> float:
+        """Share of the steps that were skipped."""
+        return self.skipped / self.steps if self.steps else 0.0
+
+
+def sum_up(recording: Recording) -> Facts:
+    """Sum a run up.
+
+    Example:
+        >>> from buoy.trace import Recording, Row
+        >>> rows = [Row(i, float(i), 2.0**16, i > 0, amax=0.25) for i in range(4)]
+        >>> found = sum_up(Recording("run.buoy", rows=rows))
+        >>> found.steps, found.skipped, round(found.headroom, 2)
+        (4, 1, 2.0)
+    """
+    rows = recording.rows
+    missed = [row for row in rows if not row.applied]
+    early = rows[min(int(_WARM_UP * len(rows)), _MOST_WARM_UP)].step if rows else 0
+    bits = [b for row in rows if row.applied and (b := row.headroom) is not None]
+    scales = [row.scale for row in rows] or [math.nan]
+    blamed = Counter(name for row in missed for name in row.offenders)
+    return Facts(
+        steps=len(rows),
+        skipped=len(missed),
+        warm_up_skips=sum(row.step < early for row in missed),
+        row=_row(rows),
+        recent_skips=sum(not row.applied for row in rows[-_RECENT:]),
+        verdicts=dict(Counter(row.verdict for row in missed).most_common()),
+        first_scale=scales[0],
+        last_scale=scales[-1],
+        low_scale=min(scales),
+        high_scale=max(scales),
+        headroom=statistics.median(bits) if bits else None,
+        least_headroom=min(bits) if bits else None,
+        last_loss=next((r.loss for r in reversed(rows) if r.loss is not None), None),
+        seconds=_seconds(rows),
+        shares=_latest(recording),
+        layers=tuple(layers(recording)),
+        offenders=tuple(blamed.most_common()),
+        lost=recording.lost,
+        ended=recording.ended,
+    )
+
+
+def _row(rows: Sequence[Row]) -> int:
+    count = 0
+    for row in reversed(rows):
+        if row.applied:
+            break
+        count += 1
+    return count
+
+
+def _seconds(rows: Sequence[Row]) -> float:
+    """Give the median time between steps: pauses for validation do not count."""
+    gaps = [b.time - a.time for a, b in pairwise(rows)]
+    return max(statistics.median(gaps), 0.0) if gaps else math.nan
+
+
+def _limits(recording: Recording) -> Format:
+    return FORMATS.get(str(recording.meta.get("format")), FORMATS["fp16"])
+
+
+def _latest(recording: Recording) -> Shares | None:
+    """Look at the last step whose gradients were finite, if there is one."""
+    for shot in reversed(recording.shots):
+        found = shares(shot.tensors.values(), _limits(recording))
+        if found is not None and (not found.nonfinite or shot is recording.shots[0]):
+            return found
+    return None
+
+
+def shares(tensors: Iterable[Counts], limits: Format) -> Shares | None:
+    """Put tensors together, each counting as many elements as it has.
+
+    Example:
+        >>> seen = Counts(low=-16, counts=(1, 1, 1, 1), zeros=4, size=8)
+        >>> shares([seen], FORMATS["fp16"])
+        Shares(zero=0.5, subnormal=0.25, nonfinite=0.0)
+    """
+    normal = math.log2(limits.smallest_normal)
+    total = zero = small = bad = 0.0
+    for seen in tensors:
+        looked_at = seen.looked_at
+        if not looked_at:
+            continue
+        size = max(seen.size, looked_at)
+        total += size
+        zero += size * seen.zero_share
+        small += size * seen.below(normal)
+        bad += size * seen.nonfinite / looked_at
+    return Shares(zero / total, small / total, bad / total) if total else None
+
+
+def layers(recording: Recording) -> list[Layer]:
+    """Sum every tensor up over the run, those that lose most first."""
+    blamed = Counter(name for row in recording.rows for name in row.offenders)
+    looks: dict[str, list[Counts]] = {}
+    for shot in recording.shots:
+        if _finite(shot):
+            for name, seen in shot.tensors.items():
+                looks.setdefault(name, []).append(seen)
+    limits = _limits(recording)
+    found = [_layer(name, seen, limits, blamed[name]) for name, seen in looks.items()]
+    unseen = [name for name in blamed if name not in looks]
+    found += [Layer(name, 0, 0.0, 0.0, None, blamed[name]) for name in unseen]
+    return sorted(found, key=lambda x: (-(x.zero + x.subnormal), -x.offences, x.name))
+
+
+def _finite(shot: Shot) -> bool:
+    return not any(seen.nonfinite for seen in shot.tensors.values())
+
+
+def _layer(name: str, looks: list[Counts], limits: Format, offences: int) -> Layer:
+    normal = math.log2(limits.smallest_normal)
+    tops = [top for seen in looks if (top := seen.amax_log2) is not None]
+    return Layer(
+        name=name,
+        size=looks[-1].size,
+        zero=statistics.fmean(seen.zero_share for seen in looks),
+        subnormal=statistics.fmean(seen.below(normal) for seen in looks),
+        headroom=limits.max_log2 - max(tops) if tops else None,
+        offences=offences,
+    )

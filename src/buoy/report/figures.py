@@ -1,0 +1,222 @@
+"""The charts of a page: each a Bokeh figure over the steps, all zoomed together."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from buoy.report.run import Run
+from buoy.report.theme import ALARM, DASHES, MARKERS, RUNS, coat, figure_of, soft
+from buoy.report.thin import thinned
+
+__all__ = ["POWERS", "curves", "headroom_chart", "loss_charts", "scale_chart"]
+
+POWERS = """
+const up = {"-": "\\u207b", "0": "\\u2070", "1": "\\u00b9", "2": "\\u00b2",
+  "3": "\\u00b3", "4": "\\u2074", "5": "\\u2075", "6": "\\u2076", "7": "\\u2077",
+  "8": "\\u2078", "9": "\\u2079", ".": "\\u00b7"};
+return "2" + String(tick).split("").map(c => up[c] ?? c).join("");
+"""
+_LOG = 50.0  # times between the smallest and the largest: a logarithmic axis
+
+
+def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
+    """Draw the scale of every run, and a mark wherever a step was skipped."""
+    chart = figure_of("scale", x_range=x_range)
+    _powers(chart)
+    for index, run in enumerate(runs):
+        rows = run.recording.rows
+        logs = [_log2(row.scale) for row in rows]
+        keep = thinned(logs)
+        line = curve(
+            chart,
+            index,
+            [rows[i].step for i in keep],
+            [logs[i] for i in keep],
+            stepped=True,
+        )
+        # Bokeh finds no point on steps: an unseen line takes their place.
+        unseen = chart.line("x", "y", source=line.data_source, line_alpha=0.0)
+        _hover(chart, unseen, [("run", run.label), ("scale", "2^@y{0.##}")], runs)
+    for index, run in enumerate(runs):
+        _skips(chart, index, run, alone=len(runs) == 1)
+    _legend(chart)
+    return chart
+
+
+def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
+    """Mark every skipped step: a shape for each verdict, none left out."""
+    import numpy as np  # noqa: PLC0415 - comes with Bokeh
+
+    missed: dict[str, list[tuple[int, float]]] = {}
+    for row in run.recording.rows:
+        if not row.applied:
+            missed.setdefault(row.verdict.value, []).append(
+                (row.step, _log2(row.scale) or 0.0)
+            )
+    for verdict, places in missed.items():
+        steps, logs = zip(*places, strict=True)
+        marks = chart.scatter(
+            "x",
+            "y",
+            source={
+                "x": np.array(steps, dtype=np.int32),
+                "y": np.array(logs, dtype=np.float32),
+            },
+            marker=MARKERS.get(verdict, "circle"),
+            size=9,
+            name=f"skips {index} {verdict}",
+            fill_alpha=0.35,
+            **({"legend_label": f"skipped: {verdict}"} if alone else {}),
+        )
+        colour = ALARM if alone else RUNS[index % len(RUNS)]
+        coat(marks.glyph, line_color=colour, fill_color=colour)
+        said = [("run", run.label), ("skipped", verdict), ("scale", "2^@y{0.##}")]
+        _hover(chart, marks, said, [run, run])
+
+
+def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
+    """Draw how many bits the largest gradient stayed below the limit."""
+    from bokeh.models import Span  # noqa: PLC0415
+
+    chart = figure_of("headroom", 200, x_range=x_range)
+    chart.yaxis.axis_label = "bits"
+    for index, run in enumerate(runs):
+        rows = run.recording.rows
+        bits = [row.headroom if row.applied else None for row in rows]
+        keep = thinned(bits)
+        line = curve(
+            chart,
+            index,
+            [rows[i].step for i in keep],
+            [bits[i] for i in keep],
+        )
+        _hover(chart, line, [("run", run.label), ("headroom", "@y{0.0} bits")], runs)
+    limit = Span(location=0, dimension="width", line_dash="dashed", line_width=1.5)
+    chart.add_layout(coat(limit, line_color=ALARM))
+    return chart
+
+
+def loss_charts(runs: Sequence[Run], x_range: Any) -> dict[str, Any]:
+    """Draw loss, norm and every further series, one chart each, all runs in it."""
+    made = {}
+    known: dict[str, list[tuple[int, list[int], list[float | None]]]] = {}
+    for index, run in enumerate(runs):
+        rows = run.recording.rows
+        steps = [row.step for row in rows]
+        for name in ("loss", "norm"):
+            values = [_finite(getattr(row, name)) for row in rows]
+            if name not in run.series and any(value is not None for value in values):
+                known.setdefault(name, []).append((index, steps, values))
+        for name in run.series:
+            at, numbers = run.curve(name)
+            some = [_finite(value) for value in numbers]
+            known.setdefault(name, []).append((index, at, some))
+    for name, lines in known.items():
+        made[name] = curves(name, runs, lines, x_range)
+    return made
+
+
+def curves(
+    name: str,
+    runs: Sequence[Run],
+    lines: Sequence[tuple[int, list[int], list[float | None]]],
+    x_range: Any,
+) -> Any:
+    """Draw one quantity of several runs."""
+    all_ = [value for _, _, values in lines for value in values if value is not None]
+    low, high = min(all_, default=0.0), max(all_, default=0.0)
+    kind = "log" if low > 0.0 and high / low > _LOG else "linear"
+    chart = figure_of(name, 220, x_range=x_range, y_axis_type=kind)
+    for index, steps, values in lines:
+        keep = thinned(values)
+        line = curve(
+            chart,
+            index,
+            [steps[i] for i in keep],
+            [values[i] for i in keep],
+        )
+        _hover(chart, line, [("run", runs[index].label), (name, "@y{0.[0000]}")], runs)
+    return chart
+
+
+def curve(
+    chart: Any,
+    index: int,
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    *,
+    label: str | None = None,
+    stepped: bool = False,
+    dash: str | None = None,
+) -> Any:
+    """Add a line in a run's colour and dash."""
+    import numpy as np  # noqa: PLC0415
+
+    source = {
+        "x": np.array(steps, dtype=np.int32),
+        "y": np.array([math.nan if v is None else v for v in values], dtype=np.float32),
+    }
+    options = {"legend_label": label} if label else {}
+    draw = chart.step if stepped else chart.line
+    line = draw(
+        "x",
+        "y",
+        source=source,
+        line_width=1.8,
+        line_dash=dash or DASHES[index % len(DASHES)],
+        name=f"{chart.name} {index}",
+        **({"mode": "after"} if stepped else {}),
+        **options,
+    )
+    coat(line.glyph, line_color=RUNS[index % len(RUNS)])
+    return line
+
+
+def _hover(
+    chart: Any, renderer: Any, said: list[tuple[str, str]], runs: Sequence[Run]
+) -> None:
+    """Show values where the pointer is; the run's name only where there are several."""
+    from bokeh.models import HoverTool  # noqa: PLC0415
+
+    tips = [("step", "@x{0,0}"), *(said if len(runs) > 1 else said[1:])]
+    # A label may hold anything; in a tooltip @ and $ would be looked up.
+    tips = [
+        (name, text.replace("$", "") if name != "run" else _plain(text))
+        for name, text in tips
+    ]
+    chart.add_tools(
+        HoverTool(
+            renderers=[renderer],
+            tooltips=tips,
+            mode="vline",
+            visible=False,
+            line_policy="nearest",
+        )
+    )
+
+
+def _plain(text: str) -> str:
+    from html import escape  # noqa: PLC0415
+
+    return escape(text.replace("@", "").replace("$", ""))
+
+
+def _powers(chart: Any) -> None:
+    from bokeh.models import BasicTicker, CustomJSTickFormatter  # noqa: PLC0415
+
+    chart.yaxis.formatter = CustomJSTickFormatter(code=POWERS)
+    chart.yaxis.ticker = BasicTicker(min_interval=1.0, mantissas=[1, 2, 4, 5])
+
+
+def _legend(chart: Any) -> None:
+    if chart.legend:
+        soft(chart.legend[0])
+        chart.add_layout(chart.legend[0], "below")
+
+
+def _log2(value: float) -> float | None:
+    return math.log2(value) if 0.0 < value < math.inf else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,288 @@
+"""One page for one run or several: self-contained, and at home offline."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from buoy._core.errors import MissingBackendError, TraceError
+from buoy._core.policy import Policy
+from buoy.report.facts import Facts, sum_up
+from buoy.report.markup import details, figure_box, section
+from buoy.report.parts import (
+    about,
+    comparison,
+    judgement,
+    key,
+    layer_table,
+    other_policies,
+    skips,
+)
+from buoy.report.run import Run
+from buoy.report.theme import RUNS
+from buoy.report.words import Summary, summary
+
+__all__ = ["html", "write"]
+
+Policies = Mapping[str, str | Policy] | Iterable[str | Policy]
+Judged = tuple[Run, Facts, Summary]
+_BUOY = (
+    '<svg viewBox="0 0 24 24" aria-hidden="true" fill="currentColor"><path d="M11 2h2'
+    "v3h-2zM9.2 6h5.6l2.4 9H6.8zM3 17c1.5 0 1.5 1 3 1s1.5-1 3-1 1.5 1 3 1 1.5-1 3-1 "
+    "1.5 1 3 1 1.5-1 3-1v2c-1.5 0-1.5 1-3 1s-1.5-1-3-1-1.5 1-3 1-1.5-1-3-1-1.5 1-3 1-1"
+    '.5-1-3-1z"/></svg>'
+)
+
+
+def write(
+    runs: Sequence[Run | str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    title: str = "",
+    intro: str = "",
+    policies: Policies = (),
+) -> Path:
+    """Write a page about one run or several to `out`; return where it is.
+
+    Args:
+        runs: files, or `Run`s with labels and more curves of their own.
+        out: the file; it is replaced whole or not at all.
+        title: what stands at the top; the runs' names if not given.
+        intro: some sentences below it.
+        policies: what to replay over each run; headroom, torch and megatron if none.
+
+    Example:
+        >>> import tempfile, buoy.report, buoy.trace
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with buoy.trace.Recorder(folder.name + "/run.buoy") as recorder:
+        ...     recorder.step(scale=65536.0, applied=True, amax=0.5, loss=1.0)
+        >>> run = buoy.report.Run(recorder.path, label="first try")
+        >>> page = buoy.report.write([run], folder.name + "/report.html")
+        >>> "first try" in page.read_text()
+        True
+        >>> folder.cleanup()
+    """
+    text = html(runs, title=title, intro=intro, policies=policies)
+    target = Path(out)
+    part = target.with_name(target.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        message = (
+            f"Cannot write the report {str(target)!r}: {error.strerror or error}. "
+            "Name a file in a folder that exists and may be written to."
+        )
+        raise TraceError(message) from error
+    return target
+
+
+def html(
+    runs: Sequence[Run | str | os.PathLike[str]],
+    *,
+    title: str = "",
+    intro: str = "",
+    policies: Policies = (),
+) -> str:
+    """Give the page of `write` as text."""
+    if not runs:
+        raise TraceError("A report needs at least one run.")
+    known = [run if isinstance(run, Run) else Run(run) for run in runs]
+    judged = [(run, found := sum_up(run.recording), summary(found)) for run in known]
+    chosen = policies if isinstance(policies, Mapping) else tuple(policies)
+    body = _alone(*judged[0], chosen) if len(judged) == 1 else _several(judged, chosen)
+    title = title or " and ".join(run.label for run in known[:3])
+    return _page(title, intro, body)
+
+
+def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, Any]:
+    charts = _charts([run])
+    parts = [judgement(run, found, said)]
+    if found.steps:
+        parts += _common(charts, [run])
+        parts += [_map_section([run], charts)]
+        parts += [
+            section("Layers", _LAYERS, layer_table(found, "layers-0"), name="layers"),
+            section("Skipped steps", skips(run, found, "skips-0"), name="skips"),
+            section(
+                "What other policies would have done",
+                other_policies(run, policies, "replay-0"),
+                name="replay",
+            ),
+        ]
+    parts += [section("About this run", about(run), name="about")]
+    return "\n".join(parts), charts
+
+
+_LAYERS = (
+    '<p class="note">Means over all looks at the scaled gradients. Zero counts what '
+    "underflowed and what was zero by nature, e.g. embeddings that a batch did not "
+    "use. Headings sort.</p>"
+)
+
+
+def _several(judged: Sequence[Judged], policies: Any) -> tuple[str, Any]:
+    runs = [run for run, _, _ in judged]
+    charts = _charts(runs)
+    parts = [section("The runs compared", comparison(judged), name="comparison")]
+    parts += _common(charts, runs)
+    parts += [_map_section(runs, charts)]
+    for i, (run, found, said) in enumerate(judged):
+        inner = [
+            judgement(run, found, said, level=3),
+            details(f"Layers ({len(found.layers)})", layer_table(found, f"layers-{i}")),
+            details(
+                f"Skipped steps ({found.skipped})", skips(run, found, f"skips-{i}")
+            ),
+            details(
+                "What other policies would have done",
+                other_policies(run, policies, f"replay-{i}"),
+            ),
+            details("About this run", about(run)),
+        ]
+        parts.append('<div class="card">' + "\n".join(inner) + "</div>")
+    return "\n".join(parts), charts
+
+
+def _charts(runs: Sequence[Run]) -> dict[str, Any]:
+    """Draw everything, over one common range of steps."""
+    try:
+        from bokeh.models import Range1d  # noqa: PLC0415 - a large import
+    except ImportError as error:
+        message = "A report needs Bokeh: `python -m pip install buoy[report]`."
+        raise MissingBackendError(message) from error
+    from buoy.report.figures import (  # noqa: PLC0415
+        headroom_chart,
+        loss_charts,
+        scale_chart,
+    )
+    from buoy.report.heat import binades, heat_map, shares_chart  # noqa: PLC0415
+
+    steps = [row.step for run in runs for row in run.recording.rows] or [0]
+    low, high = min(steps), max(steps) + 1
+    margin = max((high - low) * 0.01, 0.5)
+    x_range = Range1d(start=low - margin, end=high + margin, bounds="auto")
+    if not any(run.recording.rows for run in runs):
+        return {}
+    made = {"scale": scale_chart(runs, x_range)}
+    if any(row.headroom is not None for run in runs for row in run.recording.rows):
+        made["headroom"] = headroom_chart(runs, x_range)
+    made |= {f"curve {n}": c for n, c in loss_charts(runs, x_range).items()}
+    span = binades(runs)
+    for i, run in enumerate(runs):
+        if any(shot.tensors for shot in run.recording.shots):
+            made[f"heat {i}"] = heat_map(run, span, x_range)
+            made.setdefault("shares", None)
+    if "shares" in made:
+        made["shares"] = shares_chart(runs, x_range)
+    return made
+
+
+def _slot(name: str) -> str:
+    return f"<!--chart {name}-->"
+
+
+def _common(charts: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+    marks = "a mark for every skipped step" + (
+        ", its shape tells why" if len(runs) == 1 else ""
+    )
+    hint = "Drag across any chart to zoom into all of them."
+    boxes = [figure_box(_slot("scale"), "Scale", f"over the steps, {marks}. {hint}")]
+    if "headroom" in charts:
+        words = "bits between the largest scaled gradient and the format's maximum."
+        boxes.append(figure_box(_slot("headroom"), "Headroom:", words))
+    made = [section("The scale and its room", key(runs), *boxes, name="scale")]
+    curves = [name for name in charts if name.startswith("curve ")]
+    if curves:
+        boxes = [
+            figure_box(_slot(name), _title(name.removeprefix("curve ")), "")
+            for name in curves
+        ]
+        made.append(section("Training", key(runs), *boxes, name="training"))
+    return made
+
+
+def _title(name: str) -> str:
+    known = {"loss": "Loss, unscaled", "norm": "Norm of the gradients, unscaled"}
+    return known.get(name, name)
+
+
+def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
+    maps = [
+        figure_box(
+            _slot(f"heat {i}"),
+            "Size of the scaled gradients" if len(runs) == 1 else run.label,
+            "over the steps: the darker, or in the dark the brighter, the more."
+            if len(runs) == 1
+            else "",
+        )
+        for i, run in enumerate(runs)
+        if f"heat {i}" in charts
+    ]
+    if not maps:
+        words = '<p class="soft">No histograms were recorded.</p>'
+        return section("Where the gradients lie", words, name="gradients")
+    what = "that is zero, or so small that digits are lost"
+    return section(
+        "Where the gradients lie",
+        f'<div class="maps">{"".join(maps)}</div>' if len(maps) > 1 else maps[0],
+        figure_box(_slot("shares"), "Share of the gradients", f"{what}, in percent."),
+        key(runs),
+        name="gradients",
+    )
+
+
+def _colours() -> str:
+    """Give the runs' colours to the style sheet."""
+    light, dark = (
+        "".join(f"--run-{i}: {pair[coat]}; " for i, pair in enumerate(RUNS))
+        for coat in (0, 1)
+    )
+    return f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
+
+
+def _page(title: str, intro: str, made: tuple[str, dict[str, Any]]) -> str:
+    from bokeh.embed import components  # noqa: PLC0415
+    from bokeh.resources import Resources  # noqa: PLC0415
+
+    body, charts = made
+    drawn = {name.replace(" ", "_"): chart for name, chart in charts.items()}
+    script, places = components(drawn) if drawn else ("", {})
+    for name in charts:
+        body = body.replace(_slot(name), places[name.replace(" ", "_")])
+    resources = Resources(mode="inline", components=["bokeh"])
+    runtime = resources.render_js() if drawn else ""
+    room = files("buoy.report")
+    css = _colours() + room.joinpath("page.css").read_text("utf-8")
+    js = room.joinpath("page.js").read_text("utf-8")
+    made_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    words = f"<p>{escape(intro)}</p>" if intro else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)} - Buoy report</title>
+<style>
+{css}</style>
+{runtime}
+</head>
+<body>
+<div class="wrap">
+<header><div><span class="mark">{_BUOY}Buoy report</span><h1>{escape(title)}</h1>{words}
+</div><button type="button" class="toggle" id="theme">Dark</button></header>
+<main>
+{body}
+</main>
+<footer>Made by Buoy on {made_at}. Everything on this page is in this one file.</footer>
+</div>
+{script}
+<script>
+{js}</script>
+</body>
+</html>
+"""

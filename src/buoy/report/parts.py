@@ -1,0 +1,249 @@
+"""The parts of a page that are text: summaries, tables, lists."""
+
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from buoy._core.errors import BuoyError
+from buoy._core.replay import Replayed, oracle, replay
+from buoy.report.facts import Facts
+from buoy.report.markup import Cell, chip, details, table, tiles
+from buoy.report.run import Run
+from buoy.report.theme import DASHES, RUNS
+from buoy.report.words import EXPLAINED, Summary, power, share
+from buoy.trace.replayable import replayable
+
+__all__ = [
+    "about",
+    "comparison",
+    "judgement",
+    "key",
+    "layer_table",
+    "other_policies",
+    "skips",
+]
+
+_USUAL = ("headroom", "torch", "megatron")
+_LISTED = 500  # skips in words; the chart has all
+_NOTHING = "not measured"
+
+
+def judgement(run: Run, found: Facts, said: Summary, *, level: int = 2) -> str:
+    """Say how the run fared, with its figures."""
+    sentences = "".join(f"<li>{_marked(sentence)}</li>" for sentence in said.sentences)
+    note = f'<p class="note">{escape(run.note)}</p>' if run.note else ""
+    title = f"<h{level}>{escape(run.label)}</h{level}>" if level > 2 else ""
+    return (
+        f'<section class="verdict {said.level}" data-run="{escape(run.label)}">'
+        f'{title}{chip(said.level)}<p class="headline">{escape(said.headline)}</p>'
+        f"{note}<ul>{sentences}</ul>{_tiles(found)}</section>"
+    )
+
+
+def _marked(text: str) -> str:
+    """Escape, and set what stands between backticks as code."""
+    parts = escape(text).split("`")
+    return "".join(
+        f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)
+    )
+
+
+def _tiles(found: Facts) -> str:
+    seen = found.shares
+    return tiles(
+        [
+            ("steps", "steps", f"{found.steps:,}"),
+            ("skipped", "skipped", f"{found.skipped:,}"),
+            ("skipped_share", "of all steps", share(found.skipped_share)),
+            ("scale", "scale at the end", power(found.last_scale)),
+            ("headroom", "headroom, median", _bits(found.headroom)),
+            ("zero", "gradients zero", _NOTHING if seen is None else share(seen.zero)),
+            (
+                "subnormal",
+                "gradients subnormal",
+                _NOTHING if seen is None else share(seen.subnormal),
+            ),
+            ("loss", "last loss", _number(found.last_loss)),
+        ]
+    )
+
+
+def _bits(bits: float | None) -> str:
+    return "-" if bits is None else f"{bits:.1f} bits"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def comparison(runs: Sequence[tuple[Run, Facts, Summary]]) -> str:
+    """Set several runs side by side."""
+    more = list(dict.fromkeys(name for run, _, _ in runs for name in run.facts))
+    columns = ["run", "how it fared", *more, "last loss", "steps", "skipped", "scale"]
+    columns += ["headroom", "zero", "subnormal"]
+    rows = [
+        [
+            Cell(_swatch(i) + escape(run.label), run.label, markup=True),
+            Cell(chip(said.level), said.level, markup=True),
+            *(Cell(run.facts.get(name, "-")) for name in more),
+            Cell(_number(found.last_loss), found.last_loss),
+            Cell(f"{found.steps:,}", found.steps),
+            Cell(f"{found.skipped:,}", found.skipped),
+            Cell(power(found.last_scale), found.last_scale),
+            Cell(_bits(found.headroom), found.headroom),
+            _share_cell(None if found.shares is None else found.shares.zero),
+            _share_cell(None if found.shares is None else found.shares.subnormal),
+        ]
+        for i, (run, found, said) in enumerate(runs)
+    ]
+    return table("compare", columns, rows, text=2, caption="The runs compared")
+
+
+def key(runs: Sequence[Run]) -> str:
+    """Tell which line is which run's; nothing where there is one."""
+    if len(runs) < 2:
+        return ""
+    named = "".join(
+        f"<span>{_swatch(i)}{escape(run.label)}</span>" for i, run in enumerate(runs)
+    )
+    return f'<p class="key">{named}</p>'
+
+
+def _swatch(index: int) -> str:
+    style = {"solid": "solid", "dashed": "dashed"}.get(DASHES[index % len(DASHES)])
+    return (
+        f'<span class="swatch" style="border-top-style:{style or "dotted"};'
+        f'border-top-color:var(--run-{index % len(RUNS)})"></span>'
+    )
+
+
+def _share_cell(value: float | None) -> Cell:
+    if value is None:
+        return Cell("-", -1.0)
+    return Cell(share(value), f"{value:.6g}", bar=value)
+
+
+def layer_table(found: Facts, name: str) -> str:
+    """List every tensor, those that lose most first."""
+    if not found.layers:
+        return '<p class="soft">No histograms were recorded.</p>'
+    rows = [
+        [
+            Cell(
+                f'<span class="name-of">{escape(layer.name)}</span>',
+                layer.name,
+                markup=True,
+            ),
+            Cell(f"{layer.size:,}", layer.size),
+            _share_cell(layer.zero),
+            _share_cell(layer.subnormal),
+            Cell(_bits(layer.headroom), _value(layer.headroom)),
+            Cell(f"{layer.offences:,}", layer.offences),
+        ]
+        for layer in found.layers
+    ]
+    columns = ("tensor", "elements", "zero", "subnormal", "headroom", "overflows")
+    return table(name, columns, rows, caption="Tensors and what they lose")
+
+
+def _value(value: float | None) -> float | str:
+    return "" if value is None else value
+
+
+def skips(run: Run, found: Facts, name: str) -> str:
+    """List the skipped steps in words, by cause and one by one."""
+    if not found.skipped:
+        return '<p data-skips="0">None: every step was applied.</p>'
+    causes = "".join(
+        f"<li><b>{verdict.value}</b>: {count:,}. {_marked(EXPLAINED[verdict])}</li>"
+        for verdict, count in found.verdicts.items()
+    )
+    missed = [row for row in run.recording.rows if not row.applied]
+    rows = [
+        [
+            Cell(f"{row.step:,}", row.step),
+            Cell(row.verdict.value),
+            Cell(", ".join(row.offenders) or "-", wide=True),
+            Cell(power(row.scale), row.scale),
+            Cell(_number(row.loss), row.loss),
+        ]
+        for row in missed[-_LISTED:]
+    ]
+    columns = ("step", "why", "not finite in", "scale", "loss")
+    listed = table(name, columns, rows, text=3, caption="Skipped steps")
+    title = f"All {len(missed):,}, one by one"
+    if len(missed) > _LISTED:
+        title = f"The last {_LISTED} of {len(missed):,}, one by one; the chart has all"
+    return (
+        f'<ul class="small" data-skips="{found.skipped}">{causes}</ul>'
+        f"{_offenders(found)}{details(title, listed, opened=len(missed) <= 12)}"
+    )
+
+
+def _offenders(found: Facts) -> str:
+    if not found.offenders:
+        return ""
+    named = ", ".join(
+        f"<code>{escape(name)}</code> ({count:,})"
+        for name, count in found.offenders[:12]
+    )
+    rest = len(found.offenders) - 12
+    more = f" and {rest} more" if rest > 0 else ""
+    return f'<p class="small" id="offenders">Not finite most often: {named}{more}.</p>'
+
+
+def other_policies(run: Run, policies: Iterable[Any], name: str) -> str:
+    """Tell what other policies would have done with these gradients."""
+    try:
+        trace = replayable(run.recording)
+        results = [*replay(trace, policies or _USUAL), oracle(trace)]
+    except BuoyError as error:
+        return f'<p class="soft">{escape(str(error))}</p>'
+    rows = [_replayed(result) for result in results]
+    columns = ("policy", "skipped", "underflow", "mean scale", "regret, bits")
+    return (
+        table(name, columns, rows, caption="Other policies on this run's gradients")
+        + '<p class="note">Replayed over the recorded sizes: what a skipped step does '
+        "to the rest of the run is not in it. Regret is the mean distance from the "
+        "largest power of two that would have fitted.</p>"
+    )
+
+
+def _replayed(result: Replayed) -> list[Cell]:
+    lost = result.weight_underflow
+    return [
+        Cell(result.name),
+        Cell(f"{result.skipped:,}", result.skipped),
+        Cell("-" if lost is None else share(lost), -1.0 if lost is None else lost),
+        Cell(f"2^{result.mean_scale_log2:.1f}", result.mean_scale_log2),
+        Cell(f"{result.regret:.2f}", result.regret),
+    ]
+
+
+_ABOUT = (
+    "model", "parameters", "policy", "format", "device", "world", "torch", "jax",
+    "buoy", "python",
+)  # fmt: skip
+
+
+def about(run: Run) -> str:
+    """Tell what the file says about itself."""
+    meta = run.recording.meta
+    facts = [(key, meta[key]) for key in _ABOUT if key in meta]
+    facts += [
+        (key, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(meta[key])))
+        for key in ("started", "ended")
+        if isinstance(meta.get(key), (int, float)) and 0 <= meta[key] < 4e9
+    ]
+    rest = sorted(set(meta) - {key for key, _ in facts} - {"rank", "lost", "name"})
+    facts += [(key, meta[key]) for key in rest if not isinstance(meta[key], dict)]
+    lines = "".join(
+        f"<dt>{escape(str(key))}</dt><dd>{escape(_shown(value))}</dd>"
+        for key, value in facts
+    )
+    return f"<dl>{lines}</dl>"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(value)[:300]

@@ -1,0 +1,58 @@
+"""What a page is made of: runs, each with a label and whatever else is known of it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from buoy._core.errors import TraceError
+from buoy.trace.recording import Recording, load
+
+__all__ = ["Run"]
+
+Series = Sequence[float] | Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on a page.
+
+    Args:
+        trace: the file it was recorded in, or what `buoy.trace.load` gave.
+        label: what to call it; its own name if not given.
+        series: more curves, by name: a number per recorded step, or numbers by step.
+        facts: more figures for the comparison of several runs, as they shall appear.
+        note: a sentence under the run's name.
+
+    Example:
+        >>> from buoy.trace.recording import Recording
+        >>> run = Run(Recording("run.buoy"), series={"accuracy": {0: 0.1, 100: 0.9}})
+        >>> run.label, run.curve("accuracy")
+        ('run', ([0, 100], [0.1, 0.9]))
+    """
+
+    trace: str | os.PathLike[str] | Recording
+    label: str = ""
+    series: Mapping[str, Series] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    recording: Recording = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        found = self.trace if isinstance(self.trace, Recording) else load(self.trace)
+        object.__setattr__(self, "recording", found)
+        object.__setattr__(self, "label", self.label or found.name)
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Give the steps and values of one of the further curves."""
+        values = self.series[name]
+        if isinstance(values, Mapping):
+            return list(values), [float(value) for value in values.values()]
+        steps = [row.step for row in self.recording.rows]
+        if len(steps) != len(values):
+            message = (
+                f"The series {name!r} of {self.label!r} must hold a number for each of "
+                f"the {len(steps)} recorded steps, got {len(values)}. Give a dict of "
+                "step to value for fewer."
+            )
+            raise TraceError(message)
+        return steps, [float(value) for value in values]

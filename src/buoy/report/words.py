@@ -1,0 +1,208 @@
+"""Say in a few sentences how a run fared, and what to do."""
+
+import math
+from typing import Literal, NamedTuple
+
+from buoy._core.state import Verdict
+from buoy.report.facts import Facts
+
+__all__ = ["EXPLAINED", "Level", "Summary", "power", "share", "summary"]
+
+Level = Literal["healthy", "look", "trouble"]
+
+_STUCK = 50  # skipped in a row
+_OFTEN = 0.02  # of the steps after the warm-up
+_LOSSY = 0.25  # of the nonzero gradients: below the smallest normal number
+_SPARE = 6.0  # bits of headroom that are worth using
+
+EXPLAINED = {
+    Verdict.SCALE_TOO_HIGH: (
+        "The scale was too high. That is normal, it falls by itself."
+    ),
+    Verdict.FORWARD_NONFINITE: (
+        "The loss was inf or NaN before it was scaled, and no scale cures that. Look "
+        "at inputs, labels and the first module that turns non-finite."
+    ),
+    Verdict.POISONED: (
+        "Weights or optimizer state are inf or NaN already. Go back to a checkpoint."
+    ),
+    Verdict.STALE_GRADS: (
+        "Non-finite gradients of an earlier step were never cleared. Call "
+        "`optimizer.zero_grad()` in every iteration, also after a skipped step."
+    ),
+    Verdict.BAD_BATCH: (
+        "The batch's loss stood far out of the others. Look at its data."
+    ),
+    Verdict.DIVERGENCE: (
+        "The loss had been climbing for several steps. Lower the learning rate, or "
+        "clip."
+    ),
+    Verdict.SPIKE: (
+        "The norm stood far above the usual one, and the spike guard skipped the step."
+    ),
+    Verdict.NO_GRADS: "No parameter had a gradient.",
+}
+_GRAVE = (Verdict.FORWARD_NONFINITE, Verdict.POISONED, Verdict.STALE_GRADS)
+
+
+class Summary(NamedTuple):
+    """How a run fared, in one word, one line and some sentences."""
+
+    level: Level
+    headline: str
+    sentences: tuple[str, ...]
+
+
+def summary(found: Facts) -> Summary:
+    """Judge a run by its figures; the worst finding gives the headline.
+
+    Example:
+        >>> from buoy.report.facts import sum_up
+        >>> from buoy.trace import Recording, Row
+        >>> rows = [Row(i, float(i), 2.0**16, True, amax=0.25) for i in range(100)]
+        >>> summary(sum_up(Recording("run.buoy", rows=rows))).headline
+        'Healthy: nothing was skipped'
+    """
+    if not found.steps:
+        return Summary("look", "Nothing was recorded yet", ())
+    findings = [*_stuck(found), *_grave(found), *_often(found), *_lossy(found)]
+    findings += _end(found)
+    if not findings:
+        return Summary("healthy", f"Healthy: {_calm(found)}", _about(found))
+    findings.sort(key=lambda finding: finding[0] != "trouble")
+    level, headline, _ = findings[0]
+    sentences = tuple(sentence for _, _, sentence in findings)
+    return Summary(level, headline, (*sentences, *_about(found)))
+
+
+Finding = tuple[Level, str, str]
+
+
+def _stuck(found: Facts) -> list[Finding]:
+    often = found.recent_skips * 2 > min(found.steps, 200) >= 100
+    if found.row < _STUCK and not often:
+        return []
+    cause = next(iter(found.verdicts))
+    what = (
+        f"The last {found.row:,} steps in a row were skipped"
+        if found.row >= _STUCK
+        else f"{found.recent_skips:,} of the last 200 steps were skipped"
+    )
+    return [("trouble", "Stuck: training does not move", f"{what}. {EXPLAINED[cause]}")]
+
+
+def _grave(found: Facts) -> list[Finding]:
+    findings: list[Finding] = []
+    for verdict in (*_GRAVE, Verdict.DIVERGENCE):
+        count = found.verdicts.get(verdict, 0)
+        if count:
+            what = f"{_steps(count)} skipped as {verdict.value}. {EXPLAINED[verdict]}"
+            level: Level = "trouble" if verdict in _GRAVE else "look"
+            findings.append((level, f"Look into {verdict.value}", what))
+    return findings
+
+
+def _often(found: Facts) -> list[Finding]:
+    later = found.skipped - found.warm_up_skips
+    share_ = later / max(found.steps, 1)
+    if share_ <= _OFTEN or found.row >= _STUCK:
+        return []
+    what = (
+        f"{_steps(later)} skipped after the warm-up, {share(share_)} of all. The scale "
+        "keeps running into the limit: a policy that looks at the headroom "
+        '(`policy="headroom"`), a longer growth interval or clipping lose fewer.'
+    )
+    return [("look", "Many steps are skipped", what)]
+
+
+def _lossy(found: Facts) -> list[Finding]:
+    seen = found.shares
+    if seen is None or not seen.subnormal > _LOSSY * (1.0 - seen.zero):
+        return []
+    worst = next((x for x in found.layers if x.subnormal > _LOSSY), None)
+    where = f", most in `{worst.name}`" if worst is not None else ""
+    what = (
+        f"{share(seen.subnormal)} of the gradients lie below FP16's smallest normal "
+        f"number and {share(seen.zero)} are zero{where}."
+    )
+    spare = found.headroom
+    if spare is not None and spare > _SPARE:
+        better = power(2.0 ** math.floor(math.log2(found.last_scale) + spare - 1.0))
+        what += (
+            f" There are {spare:.1f} bits of headroom above them: a scale of {better} "
+            'would fit, and `policy="headroom"` finds it by itself.'
+        )
+    else:
+        what += (
+            " There is no room for a larger scale: some layers need another range than "
+            "others. Keep those in FP32, or normalise what they compute."
+        )
+    return [("look", "Gradients underflow", what)]
+
+
+def _end(found: Facts) -> list[Finding]:
+    loss = found.last_loss
+    if loss is None or math.isfinite(loss):
+        return []
+    what = f"The last loss that was recorded is {loss}."
+    return [("trouble", "The loss is not finite", what)]
+
+
+def _calm(found: Facts) -> str:
+    if not found.skipped:
+        return "nothing was skipped"
+    if found.skipped == found.warm_up_skips:
+        return f"{_steps(found.skipped)} skipped, all while warming up"
+    return f"{_steps(found.skipped)} skipped, {share(found.skipped_share)} of all"
+
+
+def _about(found: Facts) -> tuple[str, ...]:
+    went = f"from {power(found.first_scale)} to {power(found.last_scale)}"
+    lost = f"{found.skipped:,} of {found.steps:,} steps were skipped"
+    said = [f"{lost}; the scale went {went}."]
+    if found.headroom is not None:
+        said.append(
+            f"The largest gradient stayed {found.headroom:.1f} bits below the limit "
+            f"(median), {max(found.least_headroom or 0.0, 0.0):.1f} at the closest."
+        )
+    seen = found.shares
+    if seen is not None:
+        said.append(
+            f"At the last look {share(seen.zero)} of the gradients were zero and "
+            f"{share(seen.subnormal)} subnormal."
+        )
+    if found.lost:
+        said.append(f"{found.lost:,} rows were lost: the disk was too slow.")
+    if not found.ended:
+        said.append("The run goes on, or was killed: its file was not closed.")
+    return tuple(said)
+
+
+def _steps(count: int) -> str:
+    return "1 step was" if count == 1 else f"{count:,} steps were"
+
+
+def power(scale: float) -> str:
+    """Write a scale as people read it.
+
+    Example:
+        >>> power(65536.0), power(1000.0), power(0.0)
+        ('2^16', '1000', '0')
+    """
+    if not 0.0 < scale < math.inf:
+        return f"{scale:g}"
+    log2 = math.log2(scale)
+    return f"2^{log2:.0f}" if log2.is_integer() else f"{scale:.4g}"
+
+
+def share(value: float) -> str:
+    """Write a share in percent.
+
+    Example:
+        >>> share(0.5), share(0.00012), share(0.0)
+        ('50 %', '0.012 %', '0 %')
+    """
+    percent = 100.0 * value
+    if 0.0 < percent < 0.001:
+        return "< 0.001 %"
+    return f"{percent:.{2 if percent < 10 else 3}g} %"

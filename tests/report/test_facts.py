@@ -1,0 +1,173 @@
+"""What a page says in words and figures, without a browser."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import buoy.report
+from buoy import TraceError, Verdict
+from buoy.report import Run, sum_up, summary
+from buoy.report.heat import columns
+from buoy.report.thin import thinned
+from buoy.report.words import EXPLAINED
+from buoy.trace import Counts, Recorder, Recording, Row, Shot
+
+FP16 = math.log2(65504.0)
+
+
+def run(applied, *, scale=2.0**10, amax=2.0, verdicts=None, shots=(), loss=1.0, **meta):
+    """Make a recording of a list of outcomes."""
+    rows = [
+        Row(
+            i,
+            float(i),
+            scale,
+            fine,
+            Verdict.APPLIED
+            if fine
+            else Verdict((verdicts or {}).get(i, "scale_too_high")),
+            amax=amax if fine else math.inf,
+            loss=loss,
+            offenders=() if fine else ("w",),
+        )
+        for i, fine in enumerate(applied)
+    ]
+    return Recording("run.buoy", {"ended": 1.0, **meta}, rows, list(shots))
+
+
+def said(recording):
+    """Judge it."""
+    return summary(sum_up(recording))
+
+
+def test_a_quiet_run_is_healthy():
+    """Whether nothing was skipped, or only the warm-up was."""
+    assert said(run([True] * 500)).level == "healthy"
+    found = said(run([False] * 3 + [True] * 500))
+    assert (found.level, found.headline) == (
+        "healthy",
+        "Healthy: 3 steps were skipped, all while warming up",
+    )
+
+
+def test_a_stuck_run_is_in_trouble_and_says_why():
+    """Fifty skips in a row at the end, with the remedy of their verdict."""
+    verdicts = dict.fromkeys(range(600), "poisoned")
+    found = said(run([True] * 500 + [False] * 60, verdicts=verdicts))
+    assert (found.level, found.headline[:5]) == ("trouble", "Stuck")
+    assert "checkpoint" in found.sentences[0]
+
+
+@pytest.mark.parametrize("verdict", ["forward_nonfinite", "poisoned", "stale_grads"])
+def test_skips_that_no_scale_cures_are_trouble(verdict):
+    """Even one of them, by name."""
+    found = said(run([True] * 50 + [False] + [True] * 50, verdicts={50: verdict}))
+    assert found.level == "trouble"
+    assert verdict in found.headline
+
+
+def test_many_skips_after_the_warm_up_are_worth_a_look():
+    """One in ten is many."""
+    found = said(run([i % 10 != 0 for i in range(1000)]))
+    assert (found.level, found.headline) == ("look", "Many steps are skipped")
+
+
+def test_underflow_with_room_above_says_which_scale_would_fit():
+    """A larger scale is named where there is headroom, and only there."""
+    shot = Shot(0, 2.0**10, {"deep.weight": Counts(-20, (50, 50), zeros=100, size=200)})
+    found = said(run([True] * 100, amax=2.0**-12, shots=[shot]))
+    assert (found.level, found.headline) == ("look", "Gradients underflow")
+    assert "2^26" in found.sentences[0]
+    assert "deep.weight" in found.sentences[0]
+    found = said(run([True] * 100, amax=2.0**5, shots=[shot]))
+    assert "no room for a larger scale" in found.sentences[0]
+
+
+def test_a_loss_that_is_no_number_is_trouble():
+    """Also where every step was applied."""
+    assert said(run([True] * 10, loss=math.nan)).level == "trouble"
+
+
+def test_what_was_lost_or_cut_short_is_said():
+    """Rows that did not fit, and a file that was never closed."""
+    recording = run([True] * 10, lost=7)
+    del recording.meta["ended"]
+    text = " ".join(said(recording).sentences)
+    assert "7 rows were lost" in text
+    assert "was killed" in text
+    assert said(run([])).headline == "Nothing was recorded yet"
+
+
+def test_every_verdict_is_explained():
+    """All but the one that needs no explanation."""
+    assert set(EXPLAINED) == set(Verdict) - {Verdict.APPLIED}
+
+
+def test_layers_are_summed_up_worst_first():
+    """Shares are means over the looks, headroom the least; broken ones do not count."""
+    shots = [
+        Shot(0, 1.0, {"a": Counts(0, (4,), zeros=4, size=8), "b": Counts(-16, (1, 3))}),
+        Shot(1, 1.0, {"a": Counts(2, (8,), size=8), "b": Counts(-16, (1, 3))}),
+        Shot(2, 1.0, {"a": Counts(9, (7,), nonfinite=1), "b": Counts(0, (1,))}),
+    ]
+    first, second = sum_up(run([True, False], shots=shots)).layers[:2]
+    assert (first.name, first.subnormal, first.zero) == ("b", 1.0, 0.0)
+    assert (second.name, second.zero, second.subnormal) == ("a", 0.25, 0.0)
+    assert second.headroom == pytest.approx(FP16 - 3.0)
+    assert sum_up(run([True, False], shots=shots)).offenders == (("w", 1),)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(allow_nan=True)), max_size=400),
+    st.integers(1, 20),
+)
+def test_thinning_keeps_the_extremes_and_the_order(values, most):
+    """In every column, and never more than two points for each."""
+    chosen = thinned(values, most)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) <= 2 * most + 2
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    kept = [values[i] for i in chosen if math.isfinite(values[i])]
+    if known:
+        assert (min(kept), max(kept)) == (min(known), max(known))
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=600, unique=True))
+def test_columns_cover_the_time_without_gaps(steps):
+    """Each shows a look that was taken, in order."""
+    parts = columns([Shot(step, 1.0, {}) for step in sorted(steps)])
+    for (_, right, one), (left, _, other) in pairwise(parts):
+        assert right == pytest.approx(left)
+        assert one.step <= other.step
+    assert parts[0][0] == min(steps)
+    assert parts[-1][2].step == max(steps)
+
+
+def test_a_series_of_the_wrong_length_is_refused(tmp_path):
+    """It says how many numbers there must be, and what else would do."""
+    with Recorder(tmp_path / "run.buoy") as recorder:
+        recorder.step(scale=1.0, applied=True)
+    with pytest.raises(TraceError, match="each of the 1 recorded steps, got 2"):
+        buoy.report.html([Run(tmp_path / "run.buoy", series={"acc": [1.0, 2.0]})])
+    with pytest.raises(TraceError, match="at least one run"):
+        buoy.report.html([])
+    with pytest.raises(TraceError, match="Cannot write the report"):
+        buoy.report.write([tmp_path / "run.buoy"], tmp_path / "no" / "page.html")
+
+
+def test_a_run_without_anything_still_makes_a_page(tmp_path):
+    """No step, no histogram, no loss: words instead of charts."""
+    with Recorder(tmp_path / "empty.buoy"):
+        pass
+    with Recorder(tmp_path / "bare.buoy") as recorder:
+        recorder.step(scale=1.0, applied=True)
+    assert "Nothing was recorded yet" in buoy.report.html([tmp_path / "empty.buoy"])
+    page = buoy.report.html([tmp_path / "bare.buoy"])
+    assert "No histograms were recorded" in page
+    assert "measured in none of its applied steps" in page
+    assert "<script src" not in page
+    both = buoy.report.html([tmp_path / "bare.buoy", tmp_path / "empty.buoy"])
+    assert "The runs compared" in both
