@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from buoy.diagnose.attribute import first_nonfinite
     from buoy.diagnose.culprit import Culprit
+    from buoy.diagnose.estimate import Share, estimate_underflow
     from buoy.diagnose.rehearse import rng_state
     from buoy.diagnose.save import SavedBatch, load_batch, save_batch
     from buoy.diagnose.skips import ExplainSkips
+    from buoy.diagnose.underflow import Underflow
 
 __all__ = [
     "Culprit",
     "ExplainSkips",
     "SavedBatch",
+    "Share",
+    "Underflow",
+    "estimate_underflow",
     "first_nonfinite",
     "load_batch",
     "rng_state",
@@ -26,9 +31,11 @@ __all__ = [
 _HOMES = {
     "attribute": "first_nonfinite",
     "culprit": "Culprit",
+    "estimate": "Share estimate_underflow",
     "rehearse": "rng_state",
     "save": "SavedBatch load_batch save_batch",
     "skips": "ExplainSkips",
+    "underflow": "Underflow",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

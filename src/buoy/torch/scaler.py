@@ -30,6 +30,7 @@ from buoy.torch import (
     words,
     words_beyond,
 )
+from buoy.torch.diagnosing import Diagnosing
 from buoy.torch.errors import EmptyStateError, MidIterationError
 from buoy.torch.halves import Fp16Params, Halves
 from buoy.torch.joint import Joint
@@ -53,7 +54,7 @@ __all__ = ["GradScaler"]
 _LOSSES = 64  # of one iteration that are kept, should a verdict need them
 
 
-class GradScaler(Retrying):
+class GradScaler(Retrying, Diagnosing):
     """Scale the loss, check and unscale the gradients, step only if they are finite.
 
     A drop-in for `torch.amp.GradScaler`: its arguments come first and mean the same.

@@ -1,0 +1,222 @@
+"""How much of the gradients FP16 loses, measured against an FP32 backward pass.
+
+The passes of one batch run twice, as they are and in FP32, at the same scale and with
+the same random numbers.  A value that FP32 has and that is zero, or below FP16's
+smallest normal number, in the run as it is, is counted.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from buoy.diagnose.estimate import Share
+from buoy.diagnose.rehearse import StepFn, kept_aside, rehearse
+from buoy.diagnose.shadow import in_full_precision
+from buoy.torch import GradScaler
+from buoy.torch.errors import OptionError
+
+__all__ = ["Underflow", "measure_underflow"]
+
+_NORMAL = 2.0**-14  # FP16's smallest number with all its digits
+
+
+@dataclass(frozen=True, slots=True)
+class Underflow:
+    """What share of the gradient values is lost at a scale, and where.
+
+    `zero` became 0 and `subnormal` lost digits, of the parameters' gradient values that
+    are not 0 in FP32.  `parameters` and `activations` (of the gradients that arrive at
+    each module's output, if asked for) map names to `Share`.
+    """
+
+    scale: float
+    zero: float
+    subnormal: float
+    parameters: dict[str, Share] = field(default_factory=dict)
+    activations: dict[str, Share] = field(default_factory=dict)
+
+    def worst(self, most: int = 5) -> list[tuple[str, Share]]:
+        """Name the parameters that lose most, worst first."""
+        ranked = sorted(
+            self.parameters.items(),
+            key=lambda item: (-item[1].zero, -item[1].subnormal),
+        )
+        return ranked[:most]
+
+    def __str__(self) -> str:
+        told = (
+            f"At scale {self.scale:g}, {self.zero:.2%} of the parameters' gradient "
+            f"values become 0 and {self.subnormal:.2%} lose digits."
+        )
+        worst = [
+            f"\n  {name}: {share.zero:.2%} and {share.subnormal:.2%}"
+            for name, share in self.worst()
+            if share.zero or share.subnormal
+        ]
+        return told + "".join(worst)
+
+
+def measure_underflow(
+    scaler: GradScaler,
+    step_fn: StepFn,
+    *,
+    model: torch.nn.Module | None = None,
+    activations: bool = False,
+    scale: float | None = None,
+) -> Underflow:
+    """Measure what a step's backward pass loses at the present scale.
+
+    See `GradScaler.measure_underflow`.
+    """
+    model = model if model is not None else scaler._names.model  # noqa: SLF001
+    if model is None:
+        message = (
+            "`measure_underflow` needs to know whose gradients to look at. Pass "
+            "`model=`, or give the scaler its model: `GradScaler(..., model=model)`."
+        )
+        raise OptionError(message)
+    used = scaler.get_scale() if scale is None else scale
+    halves = _Half(model)
+    with kept_aside(model), halves.watching(activations=activations):
+        rehearse(step_fn, scale=used)
+        halves.note_parameters()
+    truth = _Truth(model, halves)
+    watching = truth.watching(activations=activations)
+    with kept_aside(model), in_full_precision(model), watching:
+        _run_in_full(step_fn, used)
+        truth.note_parameters()
+    return _summed(used, truth)
+
+
+def _run_in_full(step_fn: StepFn, scale: float) -> None:
+    try:
+        rehearse(step_fn, scale=scale)
+    except RuntimeError as error:
+        if "dtype" not in str(error) and "same type" not in str(error):
+            raise
+        message = (
+            "The step could not be run in FP32, to compare with: it casts to FP16 by "
+            f"itself ({error}). Leave casting to `torch.autocast`, or look at the "
+            "estimate that a trace holds."
+        )
+        raise OptionError(message) from error
+
+
+def _summed(scale: float, truth: "_Truth") -> Underflow:
+    total = sum(share.count for share in truth.parameters.values())
+    zero = sum(s.zero * s.count for s in truth.parameters.values())
+    small = sum(s.subnormal * s.count for s in truth.parameters.values())
+    return Underflow(
+        scale,
+        zero / total if total else 0.0,
+        small / total if total else 0.0,
+        truth.parameters,
+        truth.activations,
+    )
+
+
+class _Watcher:
+    """Sees every gradient of a run: the parameters', and those at modules' outputs."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._calls: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self, *, activations: bool) -> Iterator[None]:
+        handles: list[Any] = []
+        try:
+            for name, module in self.model.named_modules():
+                if activations and name:
+                    hook = partial(self._leave, name)
+                    handles.append(module.register_forward_hook(hook))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note_parameters(self) -> None:
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                self.note_parameter(name, param.grad)
+
+    def _leave(self, name: str, module: Any, args: Any, output: Any) -> None:
+        del module, args
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                call = self._calls[name] = self._calls.get(name, -1) + 1
+                hook: Any = tensor.register_hook
+                hook(partial(self.note_activation, (name, call)))
+
+    def note_parameter(self, name: str, grad: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Half(_Watcher):
+    """The run as it is: keeps, of each value, only whether it is lost."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.kept: dict[str | tuple[str, int], torch.Tensor] = {}
+
+    def note_parameter(self, name: str, grad: torch.Tensor) -> None:
+        self.kept[name] = _fate(grad)
+
+    def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
+        self.kept[key] = _fate(grad)
+
+
+class _Truth(_Watcher):
+    """The run in FP32: counts what there was to lose, and what was lost."""
+
+    def __init__(self, model: torch.nn.Module, halves: _Half) -> None:
+        super().__init__(model)
+        self._halves = halves
+        self.parameters: dict[str, Share] = {}
+        self.activations: dict[str, Share] = {}
+
+    def note_parameter(self, name: str, grad: torch.Tensor) -> None:
+        fate = self._halves.kept.get(name)
+        if fate is not None:
+            self.parameters[name] = _share(grad, fate)
+
+    def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
+        fate = self._halves.kept.get(key)
+        if fate is None or fate.shape != grad.shape:
+            return
+        share, before = _share(grad, fate), self.activations.get(key[0])
+        self.activations[key[0]] = share if before is None else _joined(before, share)
+
+
+def _fate(grad: torch.Tensor) -> torch.Tensor:
+    """Mark each value: 2 where it is zero, 1 where it is subnormal, else 0.  int8."""
+    sizes = _dense(grad).abs()
+    return (sizes < _NORMAL).to(torch.int8) + (sizes == 0).to(torch.int8)
+
+
+def _share(grad: torch.Tensor, fate: torch.Tensor) -> Share:
+    there = _dense(grad) != 0
+    count = int(there.sum().item())
+    zero = int((there & (fate == 2)).sum().item())
+    small = int((there & (fate == 1)).sum().item())
+    return Share(count, zero / count if count else 0.0, small / count if count else 0.0)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return (grad.to_dense() if grad.is_sparse else grad).detach()
+
+
+def _joined(a: Share, b: Share) -> Share:
+    count = a.count + b.count
+    if not count:
+        return a
+    zero = (a.zero * a.count + b.zero * b.count) / count
+    return Share(count, zero, (a.subnormal * a.count + b.subnormal * b.count) / count)
