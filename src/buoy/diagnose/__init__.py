@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from buoy.diagnose.attribute import first_nonfinite
     from buoy.diagnose.culprit import Culprit
+    from buoy.diagnose.doctor import Doctor, Examined, Finding, examine
     from buoy.diagnose.estimate import Share, estimate_underflow
     from buoy.diagnose.rehearse import rng_state
     from buoy.diagnose.save import SavedBatch, load_batch, save_batch
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Culprit",
+    "Doctor",
+    "Examined",
     "ExplainSkips",
+    "Finding",
     "SavedBatch",
     "Share",
     "Underflow",
     "estimate_underflow",
+    "examine",
     "first_nonfinite",
     "load_batch",
     "rng_state",
@@ -31,6 +36,7 @@ __all__ = [
 _HOMES = {
     "attribute": "first_nonfinite",
     "culprit": "Culprit",
+    "doctor": "Doctor Examined Finding examine",
     "estimate": "Share estimate_underflow",
     "rehearse": "rng_state",
     "save": "SavedBatch load_batch save_batch",

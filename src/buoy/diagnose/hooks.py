@@ -193,7 +193,7 @@ def _watchable(tensor: torch.Tensor) -> bool:
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
-    base = tensor._base  # noqa: SLF001
+    base = tensor._base
     return tensor if base is None or not base.requires_grad else base
 
 
@@ -214,7 +214,7 @@ def size_of(tensors: list[torch.Tensor], *, masks: bool = False) -> Size:
     amax, finite = 0.0, True
     with torch.no_grad():
         for tensor in tensors:
-            values = (tensor._values() if tensor.is_sparse else tensor).detach()  # noqa: SLF001
+            values = (tensor._values() if tensor.is_sparse else tensor).detach()
             if not values.numel():
                 continue
             largest = values.abs().max().item()

@@ -131,7 +131,7 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
     places = [
         (module, name, value)
         for module in model.modules()
-        for name, value in module._buffers.items()  # noqa: SLF001
+        for name, value in module._buffers.items()
     ]
     for param, _ in grads:
         param.grad = None
@@ -143,7 +143,7 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
         for param, grad in grads:
             param.grad = grad
         for module, name, value in places:
-            module._buffers[name] = value  # noqa: SLF001
+            module._buffers[name] = value
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -61,3 +61,18 @@ class Diagnosing:
         return _room("underflow").measure_underflow(
             self, step_fn, model=model, activations=activations, scale=scale
         )
+
+    def doctor(self) -> Any:
+        """Watch what trains inside a `with` block, and say what is wrong with it.
+
+        Returns:
+            A `buoy.diagnose.Doctor`: after the block, print it or read `findings`.
+
+        Example:
+            >>> import buoy.torch
+            >>> with buoy.torch.GradScaler("cpu").doctor() as doctor:
+            ...     pass  # some steps of training
+            >>> print(doctor)
+            No optimizer took a step: there was nothing to watch.
+        """
+        return _room("doctor").Doctor()

@@ -1,0 +1,93 @@
+"""The doctor: watch a program for some steps, then say what is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from buoy.diagnose.doctor.facts import Facts
+from buoy.diagnose.doctor.findings import Finding, findings
+from buoy.diagnose.doctor.watching import Enough, Watching
+from buoy.diagnose.program import run_program
+
+__all__ = ["Doctor", "Examined", "examine"]
+
+
+class Doctor:
+    """Watch whatever trains inside a `with` block; then `findings` says what is wrong.
+
+    Example:
+        >>> import torch, buoy.torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = buoy.torch.GradScaler("cpu")
+        >>> with scaler.doctor() as doctor:
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         with torch.autocast("cpu", torch.float16):
+        ...             loss = model(torch.ones(4, 2)).float().square().mean()
+        ...         scaler.scale(loss).backward()
+        ...         optimizer.step()
+        >>> [finding.code for finding in doctor.findings]
+        ['direct_step']
+    """
+
+    def __init__(self) -> None:
+        self._watching: Watching | None = None
+        self.facts = Facts()
+        self.findings: list[Finding] = []
+
+    def __enter__(self) -> Self:
+        self._watching = Watching()
+        self._watching.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._watching is not None:
+            self.facts = self._watching.remove()
+            self.findings = findings(self.facts)
+
+    def __str__(self) -> str:
+        return in_words(self.findings, self.facts.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What an examination came to."""
+
+    findings: list[Finding]
+    facts: Facts
+    error: BaseException | None  # what the program ended with, if not with success
+
+    def __str__(self) -> str:
+        return in_words(self.findings, self.facts.steps)
+
+
+def examine(
+    target: str, args: Sequence[str] = (), *, module: bool = False, steps: int = 50
+) -> Examined:
+    """Run a script for some steps under watch, unedited, and say what is wrong."""
+    watching, error = Watching(most=steps), None
+    watching.install()
+    try:
+        run_program(target, args, module=module)
+    except Enough:
+        pass
+    except (Exception, SystemExit, KeyboardInterrupt) as caught:  # noqa: BLE001
+        error = caught
+    finally:
+        facts = watching.remove()
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        error = None
+    return Examined(findings(facts), facts, error)
+
+
+def in_words(found: Sequence[Finding], steps: int) -> str:
+    """Say everything, worst first; or that there is nothing to say."""
+    seen = f"{steps} steps watched."
+    if not steps:
+        return "No optimizer took a step: there was nothing to watch."
+    if not found:
+        return f"{seen} Nothing wrong was found."
+    count = "One thing is" if len(found) == 1 else f"{len(found)} things are"
+    told = "\n\n".join(f"{i}. {finding}" for i, finding in enumerate(found, 1))
+    return f"{seen} {count} wrong, worst first.\n\n{told}"

@@ -1,0 +1,83 @@
+"""Run somebody's script in this process, as `python script.py` would.
+
+The script sees its own `sys.argv`, is `__main__`, and finds its neighbours: its folder
+is first on `sys.path`.  Nothing of it is changed.
+"""
+
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from buoy._core.errors import BuoyError
+
+__all__ = ["ProgramError", "exit_code", "print_traceback", "run_program"]
+
+
+class ProgramError(BuoyError, FileNotFoundError):
+    """The script or module to be run is not there."""
+
+
+def run_program(target: str, args: Sequence[str], *, module: bool = False) -> None:
+    """Run a script, or with `module` what `python -m` would; raise what it raises."""
+    if not module and not Path(target).exists():
+        message = (
+            f"There is no script {target!r}. Name a Python file, or a module with "
+            "`-m`, followed by its own arguments."
+        )
+        raise ProgramError(message)
+    folder = "" if module else str(Path(target).resolve().parent)
+    with _arguments([target, *args], str(Path.cwd()) if module else folder):
+        if module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+
+
+@contextmanager
+def _arguments(argv: list[str], folder: str) -> Iterator[None]:
+    before, path = sys.argv, list(sys.path)
+    sys.argv = argv
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv = before
+        sys.path[:] = path
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Tell what a process that ended so would have returned; print what it prints."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code
+        sys.stderr.write(f"{error.code}\n")
+        return 1
+    print_traceback(error)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print a traceback that starts in the script, not in what runs it."""
+    shown: TracebackType | None = error.__traceback__
+    while shown is not None and _is_ours(shown):
+        shown = shown.tb_next
+    kept = shown or error.__traceback__
+    traceback.print_exception(type(error), error, kept, file=sys.stderr)
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    name = frame.tb_frame.f_code.co_filename
+    return (
+        name == __file__
+        or "runpy" in name
+        or Path(name).parent == Path(__file__).parent / "doctor"
+        or name == str(Path(__file__).parent / "replace.py")
+    )

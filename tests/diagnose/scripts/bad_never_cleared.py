@@ -1,0 +1,16 @@
+"""Never clears gradients."""
+
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+for _ in range(15):
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(16, 8)).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
