@@ -7,10 +7,12 @@ import click
 
 from buoy._core.errors import BuoyError
 from buoy.cli.demo import demo
+from buoy.cli.doctor import doctor
 from buoy.cli.formats import formats
 from buoy.cli.policies import policies
 from buoy.cli.replay import replay
 from buoy.cli.report import report
+from buoy.cli.run import run as run_script
 from buoy.cli.tune import tune
 
 __all__ = ["app", "run"]
@@ -35,7 +37,7 @@ def app() -> None:
     """
 
 
-for command in (demo, formats, policies, replay, report, tune):
+for command in (demo, doctor, formats, policies, replay, report, run_script, tune):
     app.add_command(command)
 
 

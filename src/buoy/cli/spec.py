@@ -10,7 +10,7 @@ import click
 from buoy._core.formats import FORMATS, number_format
 from buoy._core.trace import Trace
 
-__all__ = ["FILE", "FORMAT", "JSON", "opened", "parsed", "value_of"]
+__all__ = ["FILE", "FORMAT", "JSON", "PROGRAM", "opened", "parsed", "value_of"]
 
 _POWER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\*\*|\^)(-?\d+(?:\.\d+)?)")
 _WORDS = {"true": True, "false": False, "none": None}
@@ -24,6 +24,19 @@ FORMAT = click.option(
     type=click.Choice(list(FORMATS)),
     help="Overflow and underflow as in this format, not as recorded.",
 )
+
+
+def PROGRAM(command: Any) -> Any:  # noqa: N802 - a decorator like those above
+    """Take a script or a module to run, and its own arguments."""
+    for option in (
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+        click.argument("target", metavar="SCRIPT"),
+        click.option(
+            "-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:

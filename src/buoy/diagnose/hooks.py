@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Followed", "Size", "Span", "Spot", "size_of"]
+__all__ = ["Followed", "Size", "Span", "Spot", "base_of", "size_of"]
 
 Where = Literal["input", "output", "grad_input", "grad_output", "grad_parameter"]
 
@@ -152,7 +152,7 @@ class Followed:
         """Make an input the module's own, so that its gradient is."""
         if not _watchable(tensor):
             return tensor
-        span.bases.add(id(_base(tensor)))
+        span.bases.add(id(base_of(tensor)))
         own = tensor.clone() if inplace else _view(tensor)
         if inplace:  # a view that is changed in place forgets its hooks
             span.copies.append((tensor, own))
@@ -164,7 +164,7 @@ class Followed:
         if not _watchable(tensor):
             return tensor
         arrived = partial(self._passed, Spot("grad_output", span))
-        base = _base(tensor)
+        base = base_of(tensor)
         own = _view(tensor)
         _hook(own, arrived)
         # Where the view is changed in place, the tensor itself or its base still tell.
@@ -192,7 +192,8 @@ def _watchable(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _base(tensor: torch.Tensor) -> torch.Tensor:
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Find the tensor that this one is a view of, or itself."""
     base = tensor._base
     return tensor if base is None or not base.requires_grad else base
 

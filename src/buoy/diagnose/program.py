@@ -16,6 +16,8 @@ from buoy._core.errors import BuoyError
 
 __all__ = ["ProgramError", "exit_code", "print_traceback", "run_program"]
 
+_OWN = str(Path(__file__).parents[1])
+
 
 class ProgramError(BuoyError, FileNotFoundError):
     """The script or module to be run is not there."""
@@ -75,9 +77,4 @@ def print_traceback(error: BaseException) -> None:
 
 def _is_ours(frame: TracebackType) -> bool:
     name = frame.tb_frame.f_code.co_filename
-    return (
-        name == __file__
-        or "runpy" in name
-        or Path(name).parent == Path(__file__).parent / "doctor"
-        or name == str(Path(__file__).parent / "replace.py")
-    )
+    return name.startswith(_OWN) or "runpy" in name

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from buoy.diagnose.estimate import Share
+from buoy.diagnose.hooks import base_of
 from buoy.diagnose.rehearse import StepFn, kept_aside, rehearse
 from buoy.diagnose.shadow import in_full_precision
 from buoy.torch import GradScaler
@@ -150,8 +151,10 @@ class _Watcher:
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 call = self._calls[name] = self._calls.get(name, -1) + 1
-                hook: Any = tensor.register_hook
-                hook(partial(self.note_activation, (name, call)))
+                # A view that is changed in place, by the next module, forgets hooks.
+                base = base_of(tensor)
+                whole: Any = base if base.numel() == tensor.numel() else tensor
+                whole.register_hook(partial(self.note_activation, (name, call)))
 
     def note_parameter(self, name: str, grad: torch.Tensor) -> None:
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """The doctor: watch a program for some steps, then say what is wrong."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -7,7 +8,7 @@ from typing import Self
 from buoy.diagnose.doctor.facts import Facts
 from buoy.diagnose.doctor.findings import Finding, findings
 from buoy.diagnose.doctor.watching import Enough, Watching
-from buoy.diagnose.program import run_program
+from buoy.diagnose.program import ProgramError, run_program
 
 __all__ = ["Doctor", "Examined", "examine"]
 
@@ -72,6 +73,8 @@ def examine(
         run_program(target, args, module=module)
     except Enough:
         pass
+    except ProgramError:
+        raise
     except (Exception, SystemExit, KeyboardInterrupt) as caught:  # noqa: BLE001
         error = caught
     finally:
@@ -81,13 +84,29 @@ def examine(
     return Examined(findings(facts), facts, error)
 
 
-def in_words(found: Sequence[Finding], steps: int) -> str:
+def in_words(found: Sequence[Finding], steps: int, width: int = 79) -> str:
     """Say everything, worst first; or that there is nothing to say."""
-    seen = f"{steps} steps watched."
     if not steps:
         return "No optimizer took a step: there was nothing to watch."
+    seen = f"{steps} step{'s'[: steps != 1]} watched."
     if not found:
         return f"{seen} Nothing wrong was found."
     count = "One thing is" if len(found) == 1 else f"{len(found)} things are"
-    told = "\n\n".join(f"{i}. {finding}" for i, finding in enumerate(found, 1))
-    return f"{seen} {count} wrong, worst first.\n\n{told}"
+    paragraphs = [f"{seen} {count} wrong{', worst first' if found[1:] else ''}."]
+    for number, finding in enumerate(found, 1):
+        first, *rest = str(finding).splitlines()
+        lines = [_wrapped(f"{number}. {first}", width)]
+        lines += [_wrapped(f"   {line}", width) for line in rest]
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)
+
+
+def _wrapped(text: str, width: int) -> str:
+    inner = "      " if text.startswith("   ->") else "   "
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=inner,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -18,8 +18,8 @@ class Finding:
     Example:
         >>> print(Finding("x", "The sky falls.", "sky.py:3", "It hurts.", "Duck."))
         The sky falls. (sky.py:3)
-          It hurts.
-          -> Duck.
+        It hurts.
+        -> Duck.
     """
 
     code: str
@@ -30,7 +30,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
-        return f"{self.what}{where}\n  {self.why}\n  -> {self.remedy}"
+        return f"{self.what}{where}\n{self.why}\n-> {self.remedy}"
 
 
 def findings(facts: Facts) -> list[Finding]:

@@ -1,0 +1,70 @@
+"""`buoy doctor`: run a script for some steps and say what is wrong with it."""
+
+import sys
+from contextlib import ExitStack, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from buoy.cli.render import json_out
+from buoy.cli.spec import JSON, PROGRAM
+
+if TYPE_CHECKING:
+    from buoy.diagnose.doctor import Examined, Finding
+
+__all__ = ["doctor"]
+
+
+@click.command(
+    short_help="Run a script for some steps, say what is wrong.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option(
+    "--steps",
+    default=50,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Steps to watch; the script is ended after them.",
+)
+@PROGRAM
+@JSON
+def doctor(
+    target: str, args: tuple[str, ...], *, steps: int, module: bool, as_json: bool
+) -> int:
+    """Run SCRIPT for some steps, unedited, and say what is wrong with it.
+
+    Works with torch's GradScaler and Buoy's, however they are imported.  ARGS are the
+    script's own; options of this command go before SCRIPT.  Exit code 0 if nothing
+    wrong was found, else 1.
+    """
+    from buoy.diagnose.doctor import examine  # noqa: PLC0415 - imports torch
+    from buoy.diagnose.program import exit_code  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        if as_json:  # what the script prints is not part of the answer
+            stack.enter_context(redirect_stdout(sys.stderr))
+        seen = examine(target, args, module=module, steps=steps)
+    code = exit_code(seen.error)
+    if as_json:
+        json_out(_document(seen))
+    else:
+        click.echo(str(seen))
+    return code or int(bool(seen.findings))
+
+
+def _document(seen: "Examined") -> dict[str, Any]:
+    return {
+        "steps": seen.facts.steps,
+        "error": None if seen.error is None else repr(seen.error),
+        "findings": [_finding(finding) for finding in seen.findings],
+    }
+
+
+def _finding(finding: "Finding") -> dict[str, str]:
+    return {
+        "code": finding.code,
+        "what": finding.what,
+        "where": finding.where,
+        "why": finding.why,
+        "remedy": finding.remedy,
+    }
