@@ -36,11 +36,15 @@ def command(*arguments, cwd=None):
 def test_a_script_runs_on_buoy_unedited_and_is_recorded(tmp_path):
     """Arguments are the script's own, the trace says what happened."""
     script = str(SCRIPTS / "good_trainer.py")
-    done = command("run", script, "--steps", "12", "--lr", "0.01", cwd=tmp_path)
+    done = command(
+        "run", "--report", "page.html", script, "--steps", "12", "--lr", "0.01",
+        cwd=tmp_path,
+    )  # fmt: skip
     kept = buoy.trace.load(tmp_path / "run.buoy")
 
     assert (0, "") == (done.returncode, done.stdout)
-    assert "buoy: recorded run.buoy" in done.stderr
+    assert "buoy: recorded run.buoy\nbuoy: wrote page.html\n" == done.stderr
+    assert "<html" in (tmp_path / "page.html").read_text()
     assert 12 == len(kept.rows)
     assert 2.0**12 == kept.rows[0].scale
     assert all(row.amax is not None for row in kept.rows)
@@ -154,8 +158,8 @@ def test_options_are_frozen():
         "doctor"
     ]
     assert [
-        "--json", "--module", "--no-trace", "--policy", "--trace", "-m", "-p",
-        "args", "target",
+        "--json", "--module", "--no-trace", "--policy", "--report", "--trace", "-m",
+        "-p", "args", "target",
     ] == options["run"]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from buoy._core.errors import BuoyError, MissingBackendError
 from buoy._core.policy import Policy
 from buoy._core.registry import policy as make
 from buoy.cli.render import json_out
@@ -38,6 +39,11 @@ __all__ = ["run"]
     help="The file to record the run in.",
 )
 @click.option("--no-trace", is_flag=True, help="Record nothing.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page about the run to this HTML file when it has ended.",
+)
 @PROGRAM
 @JSON
 def run(
@@ -47,6 +53,7 @@ def run(
     spec: str | None,
     trace: Path,
     no_trace: bool,
+    report: Path | None,
     module: bool,
     as_json: bool,
 ) -> int:
@@ -57,6 +64,7 @@ def run(
     The exit code is the script's.
     """
     chosen = _policy(spec)
+    _check_report(report, no_trace=no_trace)
     # These import torch.
     from buoy.diagnose.program import (  # noqa: PLC0415
         ProgramError,
@@ -79,7 +87,8 @@ def run(
             error = caught
     code = exit_code(error)
     made.close()
-    _tell(made, as_json=as_json, code=code)
+    page = None if report is None else _written(made, report)
+    _tell(made, page, as_json=as_json, code=code)
     return code
 
 
@@ -90,7 +99,35 @@ def _policy(spec: str | None) -> Policy | None:
     return make(name, **parameters)
 
 
-def _tell(made: "Replacement", *, as_json: bool, code: int) -> None:
+def _check_report(report: Path | None, *, no_trace: bool) -> None:
+    """Say before the script runs, not after, that there can be no report."""
+    if report is None:
+        return
+    if no_trace:
+        message = "A report is made of a trace: leave `--no-trace` out."
+        raise click.UsageError(message)
+    from importlib.util import find_spec  # noqa: PLC0415
+
+    if find_spec("bokeh") is None:
+        message = (
+            "`--report` needs Bokeh, which is not installed. Install it with "
+            '`python -m pip install "buoy[report]"`.'
+        )
+        raise MissingBackendError(message)
+
+
+def _written(made: "Replacement", target: Path) -> Path | None:
+    """Write the page; if that fails, the script's exit code is still the script's."""
+    from buoy.report.page import write  # noqa: PLC0415
+
+    try:
+        return write(made.traces, target) if made.traces else None
+    except (BuoyError, OSError) as error:
+        click.echo(f"buoy: no report: {error}", err=True)
+        return None
+
+
+def _tell(made: "Replacement", page: Path | None, *, as_json: bool, code: int) -> None:
     """Say what was recorded and where; on stderr, stdout is the script's."""
     traces = [str(path) for path in made.traces]
     if as_json:
@@ -99,9 +136,13 @@ def _tell(made: "Replacement", *, as_json: bool, code: int) -> None:
                 "exit_code": code,
                 "scalers": len(made.made),
                 "traces": traces,
+                "report": None if page is None else str(page),
             }
         )
-    elif not made.made:
+        return
+    if not made.made:
         click.echo("buoy: the script made no GradScaler; nothing recorded.", err=True)
-    elif traces:
-        click.echo(f"buoy: recorded {', '.join(traces)}", err=True)
+    for path in traces:
+        click.echo(f"buoy: recorded {path}", err=True)
+    if page is not None:
+        click.echo(f"buoy: wrote {page}", err=True)
