@@ -239,6 +239,9 @@ class Tp(Layout):
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         self.model = parallelize_module(Net(), mesh, {**self.plan(), **plan})
 
+    def params(self) -> list[Any]:
+        return super().params()[::-1]
+
     def plan(self) -> dict[str, Any]:
         return {
             "norm": SequenceParallel(),
@@ -250,6 +253,16 @@ class Tp(Layout):
 
     def full(self) -> dict[str, torch.Tensor]:
         return gathered(self.model)
+
+
+class TpBare(Tp):
+    """Without the norm: then ranks that part do not wait for one another."""
+
+    def build(self) -> None:
+        net = Net()
+        net.norm = nn.Identity()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        self.model = parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
 
 
 class TpMixed(Tp):
@@ -265,6 +278,9 @@ class FsdpTp(Tp):
     """FSDP2 over one dimension of a mesh, tensor parallel over the other."""
 
     size = 4
+
+    def params(self) -> list[Any]:
+        return list(self.model.parameters())
 
     def build(self) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -316,7 +332,7 @@ class ExpertParallel(Layout):
         self.model = lambda x: self.expert(torch.tanh(self.shared(x)))
 
     def params(self) -> list[Any]:
-        return [*self.shared.parameters(), *self.expert.parameters()]
+        return [*self.expert.parameters(), *self.shared.parameters()]
 
     def backward(self, scaler: Any, step: int) -> None:
         super().backward(scaler, step)
@@ -386,13 +402,14 @@ LAYOUTS = {
     "gpipe": Pipe,
     "1f1b": Pipe1F1B,
 }
+OTHERS = {"tp bare": TpBare}
 _BUILT: dict[str, Layout] = {}
 
 
 def built(name: str) -> Layout:
     """Build a layout, once per process."""
     if name not in _BUILT:
-        _BUILT[name] = LAYOUTS[name]()
+        _BUILT[name] = {**LAYOUTS, **OTHERS}[name]()
     return _BUILT[name]
 
 

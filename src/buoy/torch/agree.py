@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from buoy._backends import torch as backend
 from buoy._core.ops import single
-from buoy.torch import apply, words
+from buoy.torch import apply, survey, words
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.rule import Classic
 
@@ -95,7 +95,10 @@ def settle(scaler: "Contract", record: dict[str, Any]) -> None:
         if not values[LOSSES]:
             raise words.before_scale("step", "_scale")
     else:
-        record["gap"] = gap = (vector[_SAME] + vector[_NEGATED]).sum()
+        # Nobody asks the device: ranks that differ skip, and hear of it later.
+        gap = (vector[_SAME] + vector[_NEGATED]).sum()
+        record["gap"] = gap
+        scaler._gap = gap if scaler._gap is None else torch.maximum(scaler._gap, gap)
         found = (found + gap > 0).float()
     record["found_inf_per_device"] = {found.device: found}
 
@@ -142,7 +145,9 @@ def foresee(scaler: "Contract", loss: torch.Tensor | None) -> torch.Tensor | Non
         return None
     home = scaler._home()
     if loss is None:
-        own = torch.zeros((), device=home)
+        own = torch.full((), -1.0, device=home)
     else:
         own = _orderly(loss.detach().float().abs().to(home, non_blocking=True))
-    return scaler._ranks.largest(own)
+    agreed = scaler._ranks.largest(own)
+    seen = survey.seen_by_host(agreed)
+    return None if seen is not None and seen < 0 else agreed.abs()

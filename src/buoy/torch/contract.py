@@ -51,6 +51,7 @@ class Contract(TorchGradScaler):
     _shares: Shares
     _heals: bool  # ranks that differ go on from the smallest scale
     _healing: tuple[float, int] | None  # that scale, and the turn, until the update
+    _gap: torch.Tensor | None  # by how much ranks differ, where nobody asks the device
     _assumed: bool  # the scale was made without a loss: other ranks have that
     _piped: bool  # the loss is met inside a schedule, where ranks cannot be asked
 

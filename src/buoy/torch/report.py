@@ -10,7 +10,7 @@ import torch
 from buoy._backends import torch as backend
 from buoy._core.policy import Policy
 from buoy._core.state import Verdict
-from buoy.torch import apply, survey, traced, verdicts
+from buoy.torch import apply, survey, traced, verdicts, words
 from buoy.torch.contract import Contract
 from buoy.torch.gates import AdvanceOn, Gate, make_gates
 from buoy.torch.gather import gather
@@ -230,8 +230,12 @@ class Reporting(Contract):
         """Send off what the host does not know; tell of what has arrived."""
         if torch.compiler.is_compiling():
             return
-        self._mail.post(torch.stack([found.float(), self._home_scale().float()]))
-        for (skipped, scale), _ in self._mail.collect():
+        gap = torch.zeros_like(found) if self._gap is None else self._gap
+        self._gap = None
+        self._mail.post(torch.stack([found.float(), self._home_scale().float(), gap]))
+        for (skipped, scale, apart), _ in self._mail.collect():
+            if apart:
+                raise words.late_mismatch(scale)
             if not skipped:
                 self._watch.applied(partial(float, scale))
             elif stepped:

@@ -190,7 +190,7 @@ class GradScaler(Retrying, Diagnosing):
         self._noted = self._traced = traced.NOTHING
         self._traced_loss = self._untold = self._recorder = None
         self._listeners = []
-        self._assumed, self._healing = False, None
+        self._assumed, self._healing, self._gap = False, None, None
         self._shares = Shares()
         self._mail = Mailbox(every=min(self._watch.patience, 16))
 

@@ -59,7 +59,8 @@ def scale(scaler: "Reporting", output: torch.Tensor) -> torch.Tensor:
         scaler._growth_tracker = torch.full((), count, dtype=torch.int32, device=device)
     if output.numel() == 1:
         loss = output.detach().reshape(())
-        scaler._rule.foresee(scaler, loss)
+        if not scaler._ranks.groups():
+            scaler._rule.foresee(scaler, loss)
         scaler._traced_loss = loss
     return output * scaler._scale
 
@@ -99,7 +100,14 @@ class _Twin:
     _accelerator_graph_capture_health_check = _cuda_graph_capture_health_check
 
 
-def _refuse(optimizer: Any) -> None:
+def _refuse(scaler: "Reporting", optimizer: Any) -> None:
+    if scaler._ranks.groups():
+        message = (
+            "torch.compile does not trace a step that other ranks take part in: its "
+            "outcome would not be theirs. Leave `scaler.clip_grad_norm_`, `step` and "
+            "`update` out of the compiled function; the model may stay in it."
+        )
+        raise DeviceModeError(message)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         message = (
             f"torch.compile does not trace into fused {type(optimizer).__name__}. "
@@ -151,7 +159,7 @@ def clip(
 @torch.no_grad()
 def step(scaler: "Reporting", optimizer: Any) -> None:
     """Step; put back what must not count."""
-    _refuse(optimizer)
+    _refuse(scaler, optimizer)
     grads = _grads(optimizer)
     look, before = scaler._noted, scaler._traced
     if not look:

@@ -35,6 +35,7 @@ __all__ = [
     "drifted",
     "fp16_gradients",
     "in_backward",
+    "late_mismatch",
     "masters_twice",
     "narrow_state",
     "no_grad_dtype",
@@ -306,6 +307,16 @@ def rank_mismatch(ranks: list[int], table: list[list[float]]) -> RankMismatchErr
         "checkpoint on every rank and call `update` equally often, or pass "
         "`on_mismatch='heal'` to go on from the smallest scale.",
         held,
+    )
+
+
+def late_mismatch(scale: float) -> RankMismatchError:
+    """Say that ranks differed some steps ago, when nobody had asked the device."""
+    return RankMismatchError(
+        f"Ranks hold different scales or counters, this one a scale of {scale:g}. The "
+        "steps since then were skipped on every rank; nothing was applied. Load the "
+        "same checkpoint on every rank and call `update` equally often, or pass "
+        "`on_mismatch='heal'` to go on from the smallest scale."
     )
 
 

@@ -1,0 +1,27 @@
+"""Two stages in real FP16 do what one process would."""
+
+import pipes
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_two_stages_in_fp16_match_the_unpipelined_run(kind, crew_of):
+    """Bit for bit: scales, decisions, losses and weights, overflows included."""
+    scales, losses, weights = pipes.whole()
+    runs = crew_of(2).run(pipes.staged, kind)
+
+    assert len(set(scales)) > 2  # it did overflow by itself, and did recover
+    for found, *_ in runs:
+        assert scales == found
+    assert losses == runs[1][1]
+    for found, expected in zip(runs[0][2] + runs[1][2], weights, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_policy_that_looks_at_the_loss_runs_in_a_pipeline(crew_of):
+    """The first stages know no loss; nobody waits for them to."""
+    runs = crew_of(2).run(pipes.staged, "1f1b", "headroom")
+
+    assert runs[0][0] == runs[1][0]

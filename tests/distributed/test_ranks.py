@@ -1,0 +1,194 @@
+"""Ranks that differ, stay away, have nothing, or form groups of their own."""
+
+import pytest
+import tasks
+from crew import Crew
+
+RULES = [None, "headroom"]
+
+
+@pytest.mark.parametrize("what", ["scale", "turn", "tracker"])
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+def test_a_rank_with_another_state_is_named(what, kind, crew_of):
+    """The error says which rank holds what, everywhere, and nothing was applied."""
+    for message, held, untouched in crew_of(2).run(
+        tasks.differ, what, kind, "raise", None, False
+    ):
+        assert "rank 1 has" in message
+        assert {0, 1} == set(held)
+        assert held[0] != held[1]
+        assert untouched
+    if what == "scale":
+        assert (64.0, 16.0) == (held[0][0], held[1][0])
+        assert "64" in message
+        assert "16" in message
+
+
+def test_a_policys_state_is_compared_too(crew_of):
+    """With any rule, not only torch's."""
+    for message, *_ in crew_of(2).run(
+        tasks.differ, "scale", "sgd", "raise", "headroom", False
+    ):
+        assert "rank 1 has scale 16" in message
+
+
+def test_it_is_seen_where_the_host_has_to_ask(crew_of):
+    """In the one read that a step takes anyway."""
+    for message, _, untouched in crew_of(2).run(
+        tasks.differ, "scale", "sgd", "raise", None, True
+    ):
+        assert "rank 1 has scale 16" in message
+        assert untouched
+
+
+@pytest.mark.parametrize("kind", ["fused", "sgd"])
+def test_it_is_heard_of_late_where_nobody_asks(kind, crew_of):
+    """All ranks skip from the first such step on, and are told when word arrives."""
+    for told in crew_of(2).run(tasks.late, kind):
+        assert told is not None
+        step, untouched = told
+        assert step < 40
+        assert untouched
+
+
+@pytest.mark.parametrize("what", ["scale", "turn", "tracker"])
+@pytest.mark.parametrize(
+    ("kind", "policy", "hidden"),
+    [("sgd", None, False), ("fused", "headroom", False), ("fused", None, True)],
+)
+@pytest.mark.filterwarnings("ignore::buoy.torch.BuoyWarning")
+def test_ranks_can_be_healed(what, kind, policy, hidden, crew_of):
+    """One step is skipped, then all go on from the smallest scale."""
+    runs = crew_of(2).run(tasks.differ, what, kind, "heal", policy, hidden)
+
+    assert runs[0] == runs[1]
+    applied, scale, _ = runs[0]
+    assert [False, True, True] == applied
+    if policy is None:
+        assert scale == (16.0 if what == "scale" else 64.0)
+
+
+@pytest.mark.parametrize(("who", "killed"), [(0, False), (2, False), (1, True)])
+def test_an_absent_rank_is_named_after_the_timeout(who, killed):
+    """The others do not hang, and nothing of theirs has moved."""
+    crew = Crew(3, timeout=2.0)
+    try:
+        found = crew.outcomes(tasks.absent, who, killed)
+    finally:
+        crew.close()
+
+    left = found.pop(who)
+    assert "gone" == left.kind if killed else "away" == left
+    for kind, absent, message, kept in found:
+        assert "AbsentRankError" == kind
+        assert (who,) == absent
+        assert f"rank {who} did not come" in message
+        assert kept
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_rank_without_gradients_takes_part(kind, clip, crew_of):
+    """It skips when the other does, and its scale moves with the other's."""
+    runs = crew_of(2).run(tasks.without_gradients, kind, clip, False)
+
+    assert runs[0] == runs[1]
+    assert [True, False, True, True] == [applied for applied, _ in runs[0]]
+    assert [64.0, 32.0, 32.0, 64.0] == [scale for _, scale in runs[0]]
+
+
+def test_nobody_having_gradients_is_still_a_mistake(crew_of):
+    """Every rank is told, none hangs."""
+    for error in crew_of(2).outcomes(tasks.without_gradients, "sgd", False, True):
+        assert "NoGradientsError" == error.kind
+
+
+def test_a_rank_without_parameters_takes_part(crew_of):
+    """Nor does it need a loss."""
+    runs = crew_of(2).run(tasks.without_parameters)
+
+    assert [(True, 64.0), (False, 32.0), (True, 32.0), (True, 64.0)] == [
+        (applied, scale) for applied, scale, _ in runs[0]
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert one == other or not one[0]
+
+
+def test_gradients_that_nobody_scaled_are_still_a_mistake(crew_of):
+    """Sharing a scale does not hide that `scale` was never called."""
+    for message in crew_of(2).run(tasks.nobody_scales):
+        assert "scaler.scale" in message
+
+
+SKIPPED = {
+    "default": [0, 1, 2, 3],
+    "world": [0, 1, 2, 3],
+    "row": [0, 1],
+    "several": [0, 1, 2, 3],
+    "mesh": [0, 1, 2, 3],
+    "submesh": [0, 1],
+    "nobody": [0],
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_who_agrees_can_be_chosen(kind, crew_of):
+    """A group, several, a mesh, everybody, or nobody."""
+    found = crew_of(4).run(tasks.groups, kind)
+
+    skipped = [rank for rank, (applied, *_) in enumerate(found) if not applied]
+    assert SKIPPED[kind] == skipped
+    for rank, (_, scale, _) in enumerate(found):
+        assert scale == (32.0 if rank in skipped else 64.0)
+    if kind in ("default", "world", "several", "mesh"):
+        assert 1 == len({norm for *_, norm in found})
+
+
+def test_ranks_that_do_not_train_are_left_alone(crew_of):
+    """A part of the world agrees among itself."""
+    assert [None, None, [False] * 2, [False] * 2] == crew_of(4).run(tasks.other_half)
+
+
+def test_a_group_must_be_one():
+    """What is no group is refused at once."""
+    from buoy.torch import GradScaler, OptionError
+
+    with pytest.raises(OptionError, match="process_group"):
+        GradScaler("cpu", process_group=-100)  # not a member: torch's sign for it
+    with pytest.raises(OptionError, match="on_mismatch"):
+        GradScaler("cpu", on_mismatch="ignore")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_looking_does_not_wait_for_the_others(fused, crew_of):
+    """The collective is launched by the survey, and awaited where the step is."""
+    assert [True, True] == crew_of(2).run(tasks.overlaps, fused)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "policy", "count"),
+    [(None, None, 1), (1.0, None, 2), (None, "headroom", 2), (1.0, "headroom", 3)],
+)
+def test_what_is_sent_is_what_the_documents_say(max_norm, policy, count, crew_of):
+    """One all-reduce per step; one more to clip, one more to foresee."""
+    for found in crew_of(2).run(tasks.collectives, max_norm, policy):
+        assert {"gloo:all_reduce": count} == found
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("policy", RULES)
+def test_no_host_read_with_fused_optimizers(clip, policy, crew_of):
+    """Ranks agree without any of them asking its device."""
+    runs = crew_of(2).run(tasks.unread, "fused", clip, policy)
+
+    assert runs[0] == runs[1]
+    assert [True, True, True, False, True] == [applied for applied, _ in runs[0]]
+
+
+@pytest.mark.parametrize("silent", [None, 0])
+def test_a_loss_that_jumps_on_one_rank_is_foreseen_by_all(silent, crew_of):
+    """All lower the scale of that very step alike, also where a rank had no batch."""
+    runs = crew_of(2).run(tasks.jump, silent)
+
+    assert runs[0] == runs[1]
+    assert runs[0][10] <= runs[0][9] / 2**10
