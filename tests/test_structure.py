@@ -14,7 +14,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "keras", "numpy", "optax", "flax", "tens
 
 # Arrows point one way: a room may import those to its left, and itself.
 ORDER = ["_core", "_backends", "trace", "front", "diagnose", "integrations", "report"]
-ORDER += ["cli"]
+ORDER += ["demo", "cli"]
 FRONTS = {"torch", "jax", "keras", "emulate"}
 
 

@@ -1,25 +1,48 @@
-"""`buoy demo`: three policies over a bundled trace."""
+"""`buoy demo`: train small models in FP32 and FP16, side by side, and show it."""
+
+from typing import Any
 
 import click
 
-from buoy._core.registry import policy
-from buoy.cli.replay import compare
-from buoy.cli.spec import JSON, opened
+from buoy._core.registry import policy as make
+from buoy.cli.spec import JSON, parsed
 
 __all__ = ["demo"]
 
-_POLICIES = ("none", "torch", "headroom")
+_SEEDS = 3
+_CTRL_C = 130  # as shells have it
 
 
-@click.command(short_help="Compare three policies on a bundled trace.")
+@click.command(short_help="Train small models in FP32 and FP16, side by side.")
+@click.argument("names", metavar="[WORKLOAD]...", nargs=-1)
+@click.option(
+    "-p",
+    "--policy",
+    "specs",
+    metavar="NAME[:key=value,...]",
+    multiple=True,
+    help="Train with this policy too, e.g. backoff:init_scale=2**10. Repeatable.",
+)
+@click.option("--steps", type=click.IntRange(1), help="Train for so many steps only.")
+@click.option(
+    "--seeds", type=click.IntRange(1, 99), default=_SEEDS, show_default=True,
+    help="Train each with so many seeds.",
+)  # fmt: skip
 @JSON
-def demo(*, as_json: bool) -> None:
-    """Compare no scaling, torch's rule and headroom on a bundled trace.
+def demo(names: tuple[str, ...], *, as_json: bool, **chosen: Any) -> None:
+    """Train small models in FP32 and FP16, side by side, and compare them.
 
-    The trace was recorded from a small regression in SI units, in FP32.
+    WORKLOAD is one of field-1, field-1e-3, field-1e-5, jump, bandit, bce, letters, or
+    the beginning of some (field); all of them if none is named.  Each is trained in
+    FP32, in FP16 without scaling, with three fixed scales, with torch's GradScaler and
+    with Buoy's Headroom.  Ctrl-C stops early and reports what there is.
     """
-    from importlib.resources import as_file, files  # noqa: PLC0415 - slow to import
+    extra = {
+        spec: make(name, **given)
+        for spec in chosen.pop("specs")
+        for name, given in [parsed(spec)]
+    }
+    from buoy.cli.show import show  # noqa: PLC0415 - imports torch
 
-    with as_file(files("buoy").joinpath("data", "field.trace.json")) as path:
-        trace = opened(str(path))
-    compare(trace, {name: policy(name) for name in _POLICIES}, as_json=as_json)
+    if not show(names, extra, as_json=as_json, **chosen):
+        click.get_current_context().exit(_CTRL_C)

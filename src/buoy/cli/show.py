@@ -1,0 +1,147 @@
+"""Run the demo's trainings with a live table, and tell how they went."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from buoy._core.policy import Policy
+from buoy.cli.render import json_out
+from buoy.demo.columns import COLUMNS, Column, column_of
+from buoy.demo.pool import Job, cores, run
+from buoy.demo.results import Results
+from buoy.demo.train import Outcome
+from buoy.demo.workloads import WORKLOADS, Workload
+
+__all__ = ["show"]
+
+_NARROWEST = 78
+
+
+def show(
+    names: Sequence[str],
+    extra: Mapping[str, Policy],
+    *,
+    steps: int | None,
+    seeds: int,
+    as_json: bool,
+) -> bool:
+    """Train everything that was asked for, and print it; False if it was stopped."""
+    columns = [*COLUMNS.values(), *(column_of(spec, p) for spec, p in extra.items())]
+    results = Results(_chosen(names), columns)
+    whole = _train(results, _jobs(results, steps, seeds), seeds)
+    if as_json:
+        json_out({**results.as_dict(), "interrupted": not whole})
+    else:
+        _tell(results, whole=whole)
+    return whole
+
+
+def _chosen(names: Sequence[str]) -> list[Workload]:
+    """Find workloads by name or by how their names begin."""
+    found = {}
+    for name in names:
+        some = [w for key, w in WORKLOADS.items() if key == name]
+        some = some or [w for key, w in WORKLOADS.items() if key.startswith(name)]
+        if not some:
+            message = (
+                f"There is no workload {name!r}. There are {', '.join(WORKLOADS)}."
+            )
+            raise click.BadParameter(message, param_hint="WORKLOAD")
+        found.update({w.name: w for w in some})
+    return list((found or WORKLOADS).values())
+
+
+def _jobs(results: Results, steps: int | None, seeds: int) -> list[Job]:
+    """List the trainings, one seed of everything before the next."""
+    return [
+        Job(workload.name, column, seed, steps or workload.steps)
+        for seed in range(seeds)
+        for workload in results.workloads
+        for column in results.columns
+    ]
+
+
+def _train(results: Results, jobs: list[Job], seeds: int) -> bool:
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        return run(jobs, cores(), _Lines(results, len(jobs)).done)
+    bar = Progress(
+        "training", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console,
+    )  # fmt: skip
+    task = bar.add_task("training", total=len(jobs))
+    with Live(console=console, transient=True, refresh_per_second=8) as live:
+
+        def done(outcome: Outcome) -> None:
+            results.outcomes.append(outcome)
+            bar.advance(task)
+            live.update(Group(table(results, seeds), bar))
+
+        live.update(Group(table(results, seeds), bar))
+        return run(jobs, cores(), done)
+
+
+class _Lines:
+    """Progress where nobody watches: a line for each training that has ended."""
+
+    def __init__(self, results: Results, total: int) -> None:
+        self._results, self._total = results, total
+        click.echo(f"Training {total} small models, {cores()} at a time.", err=True)
+
+    def done(self, outcome: Outcome) -> None:
+        """Take an outcome in, and say so."""
+        self._results.outcomes.append(outcome)
+        count = len(self._results.outcomes)
+        click.echo(
+            f"{count}/{self._total} {outcome.workload}, {outcome.column}, seed "
+            f"{outcome.seed}: {outcome.score:.4g}, {outcome.skipped} skipped",
+            err=True,
+        )
+
+
+def table(results: Results, seeds: int = 0) -> Table:
+    """Lay the results out: a row per workload, a column per way."""
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made.add_column("", no_wrap=True)
+    made.add_column("", no_wrap=True)
+    for column in results.columns:
+        head = column.name.replace("static ", "static\n") if seeds == 0 else column.name
+        made.add_column(head, justify="right", overflow="fold")
+    for workload in results.workloads:
+        cells = (_cell(results, workload, column, seeds) for column in results.columns)
+        made.add_row(workload.name, workload.metric, *cells)
+    return made
+
+
+def _cell(results: Results, workload: Workload, column: Column, seeds: int) -> Text:
+    cell = results.cell(workload, column.name)
+    if cell is None:
+        return Text("...")
+    good = results.as_good(workload, column.name)
+    text = f"{cell.score:.3f}" if workload.metric != "loss" else f"{cell.score:.3g}"
+    if good is False:
+        return Text(f"{text}x", style="red")
+    pending = len(cell.outcomes) < seeds
+    return Text(text, style="dim" if pending else "green" if good else "")
+
+
+def _tell(results: Results, *, whole: bool) -> None:
+    console = Console(highlight=False)
+    console.width = max(console.width, _NARROWEST)
+    if not whole:
+        console.print("Stopped early: this is what there was.")
+    console.print(table(results))
+    console.print("x: more than 2 % worse than FP32. Mean over seeds.")
+    for line in _sentences(results):
+        console.print(f"- {line}", soft_wrap=False)
+
+
+def _sentences(results: Results) -> Iterable[str]:
+    for claim in results.claims():
+        yield claim.text

@@ -1,0 +1,159 @@
+"""What the trainings came to: a table, and sentences that the figures decide."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from buoy.demo.columns import Column
+from buoy.demo.train import Outcome
+from buoy.demo.workloads import Workload
+
+__all__ = ["WITHIN", "Cell", "Claim", "Results"]
+
+WITHIN = 0.02  # of FP32's figure: as good
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload trained one way, over the seeds."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def score(self) -> float:
+        """The figure, averaged over seeds."""
+        return statistics.fmean(outcome.score for outcome in self.outcomes)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped, over all seeds."""
+        return sum(outcome.skipped for outcome in self.outcomes)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps were taken."""
+        return all(outcome.finished for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A sentence about the results, and whether they bear it out."""
+
+    text: str
+    held: bool
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything that was trained so far."""
+
+    workloads: Sequence[Workload]
+    columns: Sequence[Column]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def cell(self, workload: Workload, column: str) -> Cell | None:
+        """Give one cell of the table; None if nothing is known of it."""
+        found = sorted(
+            (
+                outcome
+                for outcome in self.outcomes
+                if (outcome.workload, outcome.column) == (workload.name, column)
+            ),
+            key=lambda outcome: outcome.seed,
+        )
+        return Cell(tuple(found)) if found else None
+
+    def as_good(self, workload: Workload, column: str) -> bool | None:
+        """Say whether a way reached FP32's figure; None if not both are known."""
+        own, full = self.cell(workload, column), self.cell(workload, "fp32")
+        if own is None or full is None:
+            return None
+        slack = WITHIN * abs(full.score)
+        if workload.higher:
+            return own.score >= full.score - slack
+        return own.score <= full.score + slack
+
+    def failures(self, column: str) -> list[str]:
+        """Name the workloads on which a way did not reach FP32's figure."""
+        return [w.name for w in self.workloads if self.as_good(w, column) is False]
+
+    def claims(self) -> list[Claim]:
+        """Say what the figures show, good or bad, as far as it is known."""
+        known = {outcome.column for outcome in self.outcomes}
+        names = [column.name for column in self.columns if column.name in known]
+        if "fp32" not in names:
+            return []
+        fixed = [name for name in names if name.startswith("static ")]
+        said = [self._about(name) for name in names if name in {"none", "torch"}]
+        said += [self._about(name) for name in fixed]
+        said += [self._buoy()] if {"buoy", "torch"} <= set(names) else []
+        said += [self._idle()] if "none" in names else []
+        return said
+
+    def _about(self, name: str) -> Claim:
+        words = {"none": "No scaling", "torch": "torch's GradScaler as it comes"}
+        who = words.get(name, f"A {name.replace('static', 'fixed scale of')}")
+        failed = self.failures(name)
+        if not failed:
+            return Claim(f"{who} reaches FP32 everywhere here.", held=False)
+        return Claim(f"{who} falls short of FP32 on {_listed(failed)}.", held=True)
+
+    def _buoy(self) -> Claim:
+        failed = self.failures("buoy")
+        mine, torchs = self._skips("buoy"), self._skips("torch")
+        more = f"{mine} skipped steps, torch's {torchs}"
+        if failed:
+            return Claim(
+                f"Buoy as it comes falls short on {_listed(failed)}; {more}.",
+                held=False,
+            )
+        text = f"Buoy as it comes is within 2 % of FP32 everywhere; {more}."
+        return Claim(text, held=mine <= torchs)
+
+    def _skips(self, column: str) -> int:
+        cells = (self.cell(workload, column) for workload in self.workloads)
+        return sum(cell.skipped for cell in cells if cell is not None)
+
+    def _idle(self) -> Claim:
+        same = [w.name for w in self.workloads if self.as_good(w, "none")]
+        if not same:
+            return Claim("Scaling makes a difference on all of these.", held=True)
+        return Claim(f"Scaling makes no difference on {_listed(same)}.", held=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, the same in every run of the same demo."""
+        return {
+            "workloads": [
+                {
+                    "name": workload.name,
+                    "title": workload.title,
+                    "metric": workload.metric,
+                    "higher_is_better": workload.higher,
+                    "fp16": workload.precision,
+                    "columns": list(self._cells(workload)),
+                }
+                for workload in self.workloads
+            ],
+            "claims": [{"text": c.text, "held": c.held} for c in self.claims()],
+        }
+
+    def _cells(self, workload: Workload) -> Iterable[dict[str, Any]]:
+        for column in self.columns:
+            cell = self.cell(workload, column.name)
+            if cell is None:
+                continue
+            yield {
+                "name": column.name,
+                "score": cell.score,
+                "scores": [outcome.score for outcome in cell.outcomes],
+                "seeds": [outcome.seed for outcome in cell.outcomes],
+                "skipped": [outcome.skipped for outcome in cell.outcomes],
+                "steps": [outcome.steps for outcome in cell.outcomes],
+                "as_good_as_fp32": self.as_good(workload, column.name),
+                "finished": cell.finished,
+            }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]

@@ -1,0 +1,152 @@
+"""Train one workload in one way with one seed, and note every step.
+
+Weights are FP32 masters.  In FP16 each step casts them, and the inputs, to
+torch.float16: all products and activations, forward and backward, are FP16 tensors;
+the loss is FP32.  Where a workload says "emulated", `buoy.emulate` takes their place.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from buoy._core.state import Verdict
+from buoy.demo.columns import Column
+from buoy.demo.workloads import Forward, Workload
+from buoy.emulate import LOSSES, emulate
+from buoy.torch import GradScaler
+from buoy.torch.exponents import exponents
+from buoy.trace import Row
+from buoy.trace.counts import Counts
+from buoy.trace.recording import Shot
+
+__all__ = ["Outcome", "train"]
+
+_SHOTS = 20  # looks at where the gradients lie, in one run
+_ASK = 16  # steps between two looks at whether to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one training came to."""
+
+    workload: str
+    column: str
+    seed: int
+    score: float
+    steps: int  # taken; fewer than asked for if it was stopped
+    skipped: int
+    finished: bool
+    seconds: float
+    stuck: str = ""  # in the scaler's words
+    rows: list[Row] = field(default_factory=list)
+    shots: list[Shot] = field(default_factory=list)
+
+
+def train(
+    workload: Workload,
+    column: Column,
+    seed: int,
+    steps: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Train, and judge the FP32 weights in FP32."""
+    began = time.perf_counter()
+    with _seeded(seed) as source:
+        run = Run(workload, column, source)
+        for step in range(steps):
+            if step % _ASK == 0 and stop():
+                break
+            run.step(step, look=step % max(1, steps // _SHOTS) == 0)
+        with torch.no_grad():
+            score = run.task.score(run.task.net)
+    return Outcome(
+        workload=workload.name,
+        column=column.name,
+        seed=seed,
+        score=score,
+        steps=len(run.rows),
+        skipped=sum(not row.applied for row in run.rows),
+        finished=len(run.rows) == steps,
+        seconds=time.perf_counter() - began,
+        stuck=run.stuck,
+        rows=run.rows,
+        shots=run.shots,
+    )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[torch.Generator]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield torch.Generator().manual_seed(1000 + seed)
+
+
+class Run:
+    """A training as it goes on."""
+
+    def __init__(
+        self, workload: Workload, column: Column, source: torch.Generator
+    ) -> None:
+        self.task = workload.make(source)
+        self.stuck = ""
+        self.rows: list[Row] = []
+        self.shots: list[Shot] = []
+        net = self.task.net
+        self._params = list(net.parameters())
+        self._names = [name for name, _ in net.named_parameters()]
+        self._optimizer = torch.optim.Adam(
+            self._params, workload.lr, eps=1e-15, fused=True
+        )
+        self._scaler = column.scaler(self._note)
+        self._real = column.narrow and workload.precision == "fp16"
+        self._emulated = column.narrow and not self._real
+
+    def _note(self, stuck: Any) -> None:
+        self.stuck = str(stuck)
+
+    def step(self, number: int, *, look: bool) -> None:
+        """Take one step as everybody's loop does, and write down what became of it."""
+        self._optimizer.zero_grad()
+        forward = _in_fp16(self.task.net) if self._real else self.task.net
+        with emulate("fp16", keep=LOSSES) if self._emulated else nullcontext():
+            loss = self.task.loss(number, forward)
+            torch.autograd.backward(self._scaler.scale(loss))
+        scale = self._scaler.get_scale()
+        grads = [param.grad for param in self._params if param.grad is not None]
+        if look:
+            self.shots.append(Shot(number, scale, self._counts(grads)))
+        largest = torch.cat([grad.flatten() for grad in grads]).abs().amax().item()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self.rows.append(self._row(number, scale, largest / scale, loss.item()))
+
+    def _counts(self, grads: list[Tensor]) -> dict[str, Counts]:
+        bins = exponents(grads, 0).tolist()
+        return {
+            name: Counts.of_exponents(found, grad.numel())
+            for name, found, grad in zip(self._names, bins, grads, strict=True)
+        }
+
+    def _row(self, number: int, scale: float, amax: float, loss: float) -> Row:
+        applied = amax < float("inf") or not self._scaler.is_enabled()
+        verdict = Verdict.APPLIED if applied else Verdict.SCALE_TOO_HIGH
+        if isinstance(self._scaler, GradScaler) and not applied:
+            verdict = self._scaler.last_step.verdict  # type: ignore[union-attr]
+        return Row(number, time.time(), scale, applied, verdict, None, amax, loss)
+
+
+def _in_fp16(net: nn.Module) -> Forward:
+    weights = {name: param.half() for name, param in net.named_parameters()}
+
+    def forward(x: Tensor) -> Tensor:
+        x = x.half() if x.is_floating_point() else x
+        result: Tensor = functional_call(net, weights, (x,))
+        return result.float()
+
+    return forward

@@ -1,0 +1,262 @@
+"""The trainings of the demo: small, real, of different kinds, and the same every time.
+
+Each has a network, a loss that is computed in FP32 from the network's output, and a
+figure by which to judge the result.  Batches come from a generator of their own, so
+that every column of a comparison sees the same ones.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from buoy.demo.text import Letters
+
+__all__ = ["WORKLOADS", "Forward", "Task", "Workload"]
+
+Forward = Callable[[Tensor], Tensor]  # the network, in whatever precision; gives FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A network to train, the loss of a step, and the figure it is judged by."""
+
+    net: nn.Module
+    loss: Callable[[int, Forward], Tensor]
+    score: Callable[[Forward], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training, as it is listed and explained."""
+
+    name: str
+    title: str
+    words: str
+    metric: str
+    higher: bool  # is better
+    lr: float
+    steps: int
+    precision: Literal["fp16", "emulated"] = "fp16"
+    make: Callable[[torch.Generator], Task]
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Stack linear layers with tanh between them."""
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def field(
+    source: torch.Generator, unit: float, factor: Callable[[int], float] = lambda _: 1.0
+) -> Task:
+    """Learn a smooth field with 64 components, given in some physical unit."""
+    w1, phase = (
+        torch.randn(4, 32, generator=source) / 2,
+        torch.randn(32, generator=source),
+    )
+    w2 = torch.randn(32, 64, generator=source) / 5
+    net = mlp(4, 48, 48, 64)
+
+    def truth(x: Tensor) -> Tensor:
+        return unit * torch.sin(x @ w1 + phase) @ w2
+
+    def loss(step: int, forward: Forward) -> Tensor:
+        x = torch.randn(128, 4, generator=source)
+        return factor(step) * functional.mse_loss(forward(x) * unit, truth(x))
+
+    def score(forward: Forward) -> float:
+        x = torch.randn(2048, 4, generator=torch.Generator().manual_seed(1))
+        y = truth(x) / unit
+        rest = (forward(x) - y).square().sum() / (y - y.mean(0)).square().sum()
+        return 1.0 - rest.item()
+
+    return Task(net, loss, score)
+
+
+def bandit(source: torch.Generator) -> Task:
+    """Learn by REINFORCE which of four levers pays, a millionth at a time."""
+    w, net = torch.randn(8, 4, generator=source), mlp(8, 48, 48, 4)
+
+    def loss(step: int, forward: Forward) -> Tensor:
+        del step
+        x = torch.randn(256, 8, generator=source)
+        logits = forward(x)
+        action = torch.multinomial(logits.detach().softmax(1), 1, generator=source)
+        reward = 1e-6 * (action[:, 0] == (x @ w).argmax(1))
+        chosen = logits.log_softmax(1).gather(1, action)[:, 0]
+        return -(chosen * reward).mean()
+
+    def score(forward: Forward) -> float:
+        x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))
+        return (forward(x).argmax(1) == (x @ w).argmax(1)).float().mean().item()
+
+    return Task(net, loss, score)
+
+
+def tags(source: torch.Generator) -> Task:
+    """Give each point its tags, of 512 that are rare: one in four thousand."""
+    w, net = torch.randn(16, 512, generator=source), mlp(16, 32, 512)
+    w = w / w.norm(dim=0)
+
+    def batch(size: int, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(size, 16, generator=drawn)
+        return x, (x @ w > 3.5).float()
+
+    def loss(step: int, forward: Forward) -> Tensor:
+        del step
+        x, y = batch(256, source)
+        return functional.binary_cross_entropy_with_logits(forward(x), y)
+
+    def score(forward: Forward) -> float:
+        x, y = batch(4096, torch.Generator().manual_seed(1))
+        return functional.binary_cross_entropy_with_logits(forward(x), y).item()
+
+    return Task(net, loss, score)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look back, then think."""
+        rows, length, width = x.shape
+        parts = self.mix(self.norms[0](x)).view(rows, length, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(rows, length, width))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return result
+
+
+class Transformer(nn.Module):
+    """Predict the next letter from those before it."""
+
+    def __init__(self, letters: int, width: int, length: int, depth: int) -> None:
+        super().__init__()
+        self.letter, self.place = (
+            nn.Embedding(letters, width),
+            nn.Embedding(length, width),
+        )
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give a logit for every letter at every place."""
+        places = self.place.weight[: x.shape[1]]
+        result: Tensor = self.head(self.norm(self.blocks(self.letter(x) + places)))
+        return result
+
+
+def letters(source: torch.Generator) -> Task:
+    """Learn to write like the sonnets that come with Buoy, letter by letter."""
+    text, length = Letters.bundled(), 32
+    net = Transformer(len(text.alphabet), 32, length, 2)
+
+    def loss_of(rows: Tensor, forward: Forward) -> Tensor:
+        logits = forward(rows[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+    def loss(step: int, forward: Forward) -> Tensor:
+        del step
+        return loss_of(text.rows(16, length + 1, source), forward)
+
+    def score(forward: Forward) -> float:
+        drawn = torch.Generator().manual_seed(1)
+        return loss_of(text.held_out(64, length + 1, drawn), forward).item()
+
+    return Task(net, loss, score)
+
+
+def halfway(steps: int, factor: float) -> Callable[[int], float]:
+    """Multiply the loss by a factor from the middle of the training on."""
+    return lambda step: factor if 2 * step >= steps else 1.0
+
+
+def _field(unit: str, in_words: str) -> Workload:
+    return Workload(
+        name=f"field-{unit}",
+        title=f"Field, unit {unit}",
+        words=in_words,
+        metric="R^2",
+        higher=True,
+        lr=3e-3,
+        steps=800,
+        make=lambda source: field(source, float(unit)),
+    )
+
+
+_ALL = (
+    _field("1", "Targets around 1, as textbooks have them: any moderate scale trains."),
+    _field(
+        "1e-3",
+        "The same field in a unit a thousand times larger, so that squared errors are "
+        "a million times smaller: without scaling every gradient is zero.",
+    ),
+    _field(
+        "1e-5",
+        "Squared errors of 1e-10: a scale of 2^16 is far too low, and torch's rule "
+        "doubles it only every 2000 clean steps.",
+    ),
+    Workload(
+        name="jump",
+        title="Loss falls 1000-fold midway",
+        words="The field at unit 1e-3, its loss divided by 1000 halfway, as when a "
+        "weight in front of it changes: the right scale is 2^10 times higher at once.",
+        metric="R^2",
+        higher=True,
+        lr=3e-3,
+        steps=800,
+        make=lambda source: field(source, 1e-3, halfway(800, 1e-3)),
+    ),
+    Workload(
+        name="bandit",
+        title="Bandit, rewards of 1e-6",
+        words="Reinforcement learning (REINFORCE) with tiny rewards.",
+        metric="accuracy",
+        higher=True,
+        lr=3e-3,
+        steps=600,
+        make=bandit,
+    ),
+    Workload(
+        name="bce",
+        title="512 rare tags",
+        words="Binary cross-entropy averaged over 512 tags and 256 rows: each gradient "
+        "is divided by 131072 before it sets out.",
+        metric="loss",
+        higher=False,
+        lr=5e-3,
+        steps=300,
+        precision="emulated",
+        make=tags,
+    ),
+    Workload(
+        name="letters",
+        title="Character transformer",
+        words="A small language model: here scaling makes no difference, as long as "
+        "the scale is not far too high. Many ordinary networks are like this.",
+        metric="loss",
+        higher=False,
+        lr=2e-3,
+        steps=200,
+        precision="emulated",
+        make=letters,
+    ),
+)
+
+WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
+"""All trainings, by name, in the order of the page."""

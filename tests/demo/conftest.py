@@ -1,0 +1,5 @@
+"""One thread for trainings in this process."""
+
+import torch
+
+torch.set_num_threads(1)
