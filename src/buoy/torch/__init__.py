@@ -18,6 +18,7 @@ except ImportError as error:
 from buoy.torch.errors import (
     AbsentRankError,
     AccumulateError,
+    ApexError,
     BeforeScaleError,
     BuoyWarning,
     ClosureError,
@@ -57,6 +58,7 @@ from buoy.torch.watch import Stuck, StuckWarning
 __all__ = [
     "AbsentRankError",
     "AccumulateError",
+    "ApexError",
     "BeforeScaleError",
     "BuoyWarning",
     "ClosureError",

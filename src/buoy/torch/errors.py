@@ -18,6 +18,7 @@ from buoy._core.errors import (
 __all__ = [
     "AbsentRankError",
     "AccumulateError",
+    "ApexError",
     "BeforeScaleError",
     "BuoyWarning",
     "ClosureError",
@@ -96,6 +97,10 @@ class DtypeDriftError(Fp16GradientsError):
 
 class MasterWeightsError(BuoyError, RuntimeError):
     """Master weights cannot be kept for this optimizer as it is."""
+
+
+class ApexError(CallOrderError, ValueError):
+    """apex.amp's functions were used in a way that apex refuses, or Buoy must."""
 
 
 class UnknownModuleError(BuoyError, LookupError):
