@@ -163,11 +163,14 @@ def test_names_patterns_and_lists(names, kept):
     assert sorted(kept) == sorted(keep_fp32(Model(), *names).names)
 
 
-def test_modules_themselves_may_be_given():
+def test_modules_and_classes_may_be_given():
     """As long as they are part of the model."""
     model = Model()
     assert keep_fp32(model, model.head).names == ("head",)
-    with pytest.raises(UnknownModuleError, match="Linear that is not part"):
+    assert len(keep_fp32(model, torch.nn.LayerNorm, torch.nn.ModuleList).names) == 3
+    with pytest.raises(UnknownModuleError, match="of class Conv2d"):
+        keep_fp32(model, torch.nn.Conv2d)
+    with pytest.raises(UnknownModuleError, match="Linear given, which is not part"):
         keep_fp32(model, torch.nn.Linear(1, 1))
 
 

@@ -74,6 +74,8 @@ class Buffers:
                 _select(held, skip)
                 continue
             held.module._buffers[held.name] = held.tensor
+            if held.tensor.shape != held.copy.shape:  # as observers begin: with none
+                held.tensor.resize_(held.copy.shape)
             held.tensor.copy_(held.copy)
 
     def _current(self) -> Iterable[_Held]:

@@ -7,6 +7,7 @@ is inf whatever the gradients are multiplied by.
 import difflib
 import fnmatch
 from collections.abc import Iterable
+from types import new_class
 from typing import Any, Self
 
 import torch
@@ -29,7 +30,7 @@ class KeptFp32:
         self._changed = [
             (module, *_widened(module))
             for module in modules.values()
-            if not isinstance(module, _InFp32)
+            if _kind_of(module) is None
         ]
 
     def undo(self) -> None:
@@ -51,7 +52,8 @@ class KeptFp32:
 
 
 def keep_fp32(
-    model: torch.nn.Module, *names: str | torch.nn.Module | Iterable[str]
+    model: torch.nn.Module,
+    *names: str | torch.nn.Module | type[torch.nn.Module] | Iterable[str],
 ) -> KeptFp32:
     """Run modules of a model in FP32, inside `torch.autocast` or an FP16 model.
 
@@ -63,7 +65,7 @@ def keep_fp32(
     Args:
         model: where the names belong to.
         names: of modules, as in `model.named_modules()`; patterns with `*` and `?`;
-            lists of such; or modules.
+            modules; classes, for all modules of a kind; or lists of such.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
@@ -85,20 +87,24 @@ def keep_fp32(
     return KeptFp32(found)
 
 
-def _flat(names: Iterable[Any]) -> Iterable[str | torch.nn.Module]:
+def _flat(names: Iterable[Any]) -> Iterable[Any]:
     for name in names:
-        if isinstance(name, (str, torch.nn.Module)):
+        if isinstance(name, (str, torch.nn.Module, type)):
             yield name
         else:
             yield from _flat(name)
 
 
 def _matching(
-    known: dict[str, torch.nn.Module], name: str | torch.nn.Module
+    known: dict[str, torch.nn.Module],
+    name: str | torch.nn.Module | type[torch.nn.Module],
 ) -> dict[str, torch.nn.Module]:
-    if isinstance(name, torch.nn.Module):
+    if isinstance(name, type):
+        found = {key: m for key, m in known.items() if isinstance(m, name)}
+        shown = f"of class {name.__name__}"
+    elif isinstance(name, torch.nn.Module):
         found = {key: module for key, module in known.items() if module is name}
-        shown = f"a {type(name).__name__} that is not part of it"
+        shown = f"like the {type(name).__name__} given, which is not part of it"
     else:
         fits = [name] if name in known else fnmatch.filter(known, name)
         found = {key: known[key] for key in fits}
@@ -135,33 +141,31 @@ def _widened(
     return kind, halves
 
 
-class _InFp32:
-    """Goes before a module's own class.
+def _called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a kept module: autocast off, FP32 in, and out what its neighbours expect."""
+    first = _first((*args, *kwargs.values()))
+    device = "cpu" if first is None else first.device.type
+    mixed = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False):
+        wide = tree_map_only(torch.Tensor, _wide, (args, kwargs))
+        output = _kind_of(self).__call__(self, *wide[0], **wide[1])
+    if mixed or first is None or first.dtype not in HALVES:
+        return output
+    dtype = first.dtype
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output
+    )
 
-    A class and not a hook: autocast comes back on when the module raises, it is copied
-    and pickled with the module, and it encloses whatever wraps `forward`.
-    """
 
-    _buoy_kind: type[torch.nn.Module]
+def _reduced(self: torch.nn.Module, protocol: Any) -> Any:
+    """Copy and pickle a kept module by the class it had."""
+    kind = _kind_of(self)
+    made = kind.__reduce_ex__(self, protocol)
+    return (_rebuilt, (kind,), *made[2:])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        first = _first(given)
-        device = "cpu" if first is None else first.device.type
-        mixed = torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False):
-            wide = tree_map_only(torch.Tensor, _wide, (args, kwargs))
-            output = super().__call__(*wide[0], **wide[1])  # type: ignore[misc]
-        if mixed or first is None or first.dtype not in HALVES:
-            return output
-        dtype = first.dtype
-        return tree_map_only(
-            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output
-        )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = list(super().__reduce_ex__(protocol))
-        return (_rebuilt, (self._buoy_kind,), *made[2:])
+def _kind_of(module: torch.nn.Module) -> Any:
+    return vars(type(module)).get("_buoy_kind")
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,10 +193,14 @@ _KINDS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
 
 def _in_fp32(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Make, once, the class of modules of a kind that run in FP32."""
+    """Make, once, the class of modules of a kind that run in FP32.
+
+    A class and not a hook: autocast comes back on when the module raises, it is copied
+    and pickled with the module, and it encloses whatever wraps `forward`.
+    """
     if kind not in _KINDS:
-        own = {"_buoy_kind": kind, "__module__": __name__}
-        _KINDS[kind] = type(kind.__name__, (_InFp32, kind), own)
+        own = {"__call__": _called, "__reduce_ex__": _reduced, "_buoy_kind": kind}
+        _KINDS[kind] = new_class(kind.__name__, (kind,), {}, lambda to: to.update(own))
     return _KINDS[kind]
 
 
