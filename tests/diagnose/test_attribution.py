@@ -66,6 +66,33 @@ def test_a_healthy_step_has_no_culprit():
     assert culprit_of(Transformer()) is None
 
 
+LINEAR = [n for n, m in Transformer().named_modules() if isinstance(m, nn.Linear)]
+
+
+def test_every_linear_layer_is_named_when_it_overflows_in_fp16():
+    """Under autocast, by weights that are too large for FP16's range of outputs."""
+    wrong, model, tokens = [], Transformer(), batch()
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            return loss_of(model, tokens)
+
+    for name in LINEAR:
+        weight = model.get_submodule(name).weight
+        kept = weight.detach().clone()
+        weight.data[:, ::3] = 60000.0
+        model.get_submodule(name).bias.data.fill_(65504.0)
+        model.get_submodule(name).bias.data[::2] *= -1  # one of the signs goes over
+        found = first_nonfinite(model, step, measure=False)
+        weight.data.copy_(kept)
+        nn.init.zeros_(model.get_submodule(name).bias)
+        if found is None or (found.module, found.direction) != (name, "forward"):
+            wrong.append((name, found))
+
+    assert [] == wrong
+    assert len(LINEAR) == 49
+
+
 class Half(nn.Module):
     """A module whose output needs more than FP16 has."""
 
@@ -244,6 +271,50 @@ def test_nothing_is_left_behind(fails):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("way", ["run", "accumulate", "groups"])
+def test_a_step_may_use_all_that_a_scaler_offers(way):
+    """Re-runs, windows and groups are rehearsed, and do not count."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    spoil(model, "backward")
+
+    def loss():
+        return model(torch.ones(1, 2)).sum()
+
+    def step():
+        if way == "run":
+            scaler.run(lambda: scaler.scale(loss()).backward(), optimizer)
+        elif way == "accumulate":
+            with scaler.accumulate(1, optimizer):
+                scaler.scale(loss()).backward()
+            scaler.step(optimizer)
+        else:
+            scaler.backward({"a": loss(), "b": loss()}, optimizer)
+
+    state, weights = scaler.state_dict(), model.weight.detach().clone()
+
+    assert "backward" == first_nonfinite(model, step).direction
+    assert state == scaler.state_dict()
+    assert torch.equal(weights, model.weight)
+    assert scaler.last_step is None
+
+
+def test_gradients_that_live_in_a_bucket_are_put_back():
+    """DDP's backward pass writes into the memory that gradients are views of."""
+    model = nn.Linear(2, 1, bias=False)
+    bucket = torch.arange(2.0)
+    model.weight.grad = bucket.view(1, 2)
+
+    def step():
+        bucket.fill_(7.0)
+        return model(torch.ones(1, 2)).sum()
+
+    first_nonfinite(model, step)
+
+    assert [[0.0, 1.0]] == model.weight.grad.tolist()
 
 
 def test_random_numbers_are_those_of_the_step():

@@ -32,7 +32,8 @@ def first_nonfinite(
         scale: what to multiply the loss by instead of the scaler's present scale.
         rng: the random numbers to start from (see `buoy.diagnose.rng_state`), for
             dropout as it was.
-        measure: whether to run it a second time, in FP32, to measure by how much.
+        measure: whether to run it a second time, in FP32, to measure by how much; not
+            among several ranks, where all have to call this and some find nothing.
 
     Example:
         >>> class Cube(torch.nn.Module):
@@ -53,9 +54,17 @@ def first_nonfinite(
     if spot is None:
         return Culprit(module="", direction="forward", part=part, scale=run.scale)
     needed = None
-    if measure:
+    if measure and not _among_ranks():
         needed = _measured(model, step_fn, spot, scale=scale, rng=rng)
     return _culprit(seen, spot, part, needed=needed, scale=run.scale)
+
+
+def _among_ranks() -> bool:
+    """Say whether other ranks, which may have found nothing, would be waited for."""
+    spread = torch.distributed
+    if not (spread.is_available() and spread.is_initialized()):
+        return False
+    return spread.get_world_size() > 1
 
 
 def _first(

@@ -85,26 +85,36 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
         factor = seen.scale = self.get_scale() if scale is None else scale
         return outputs * torch.full((), factor, device=outputs.device)
 
-    def over(*_: Any, **__: Any) -> None:
-        raise _Over
-
-    original = torch.autograd.backward
+    def combine(self: Any, losses: Any, *_: Any, retain_graph: bool = False) -> None:
+        whole: Any = sum(multiply(self, loss) for loss in losses.values())
+        whole.backward(retain_graph=retain_graph)
 
     def backward(*args: Any, **kwargs: Any) -> None:
         seen.backward = True
         original(*args, **kwargs)
 
+    original = torch.autograd.backward
+    replacements: dict[str, Any] = {
+        "scale": multiply,
+        "backward": combine,
+        "run": lambda self, step_fn, *_, **__: step_fn(),  # noqa: ARG005
+        "accumulate": lambda self, *_, **__: nullcontext(),  # noqa: ARG005
+        **dict.fromkeys(_AFTER, _over),
+    }
     with ExitStack() as stack:
         for kind in _scalers():
-            for name in ("scale", *_AFTER):
+            for name, replacement in replacements.items():
                 if name in vars(kind):
-                    made = multiply if name == "scale" else over
                     stack.callback(setattr, kind, name, vars(kind)[name])
-                    setattr(kind, name, made)
+                    setattr(kind, name, replacement)
         stack.callback(setattr, torch.autograd, "backward", original)
         torch.autograd.backward = backward
-        stack.callback(register_optimizer_step_pre_hook(over).remove)
+        stack.callback(register_optimizer_step_pre_hook(_over).remove)
         yield
+
+
+def _over(*_: Any, **__: Any) -> None:
+    raise _Over
 
 
 def _scalers() -> list[type[TorchGradScaler]]:
@@ -127,7 +137,10 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
     """Put gradients, buffers and random numbers aside, and back in the end."""
     now = rng_state()
     grads = [(param, param.grad) for param in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # DDP may keep gradients in the very memory that the next backward pass writes to.
+    shared = [g for _, g in grads if g is not None and g._base is not None]
+    kept = [*model.buffers(), *shared]
+    copies = [(tensor, tensor.detach().clone()) for tensor in kept]
     places = [
         (module, name, value)
         for module in model.modules()
@@ -145,8 +158,8 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
         for module, name, value in places:
             module._buffers[name] = value
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, before in copies:
+                tensor.copy_(before)
         set_rng_state(now)
 
 

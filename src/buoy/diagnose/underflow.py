@@ -74,7 +74,8 @@ def measure_underflow(
 
     See `GradScaler.measure_underflow`.
     """
-    model = model if model is not None else scaler._names.model
+    if model is None and scaler.is_enabled():
+        model = scaler._names.model
     if model is None:
         message = (
             "`measure_underflow` needs to know whose gradients to look at. Pass "

@@ -19,7 +19,7 @@ class ScalerFacts:
     updates: int = 0
     updates_missing: int = 0  # second steps without an update between
     updates_doubled: int = 0  # updates with nothing between
-    fresh: bool = True  # nothing was scaled since the last update
+    fresh: bool = True  # nothing was scaled or stepped since the last update
     update_at: str = ""
     step_at: str = ""
     scale: float = 0.0  # the last one

@@ -190,7 +190,8 @@ class Watching:
         self._of_optimizer(optimizer)[1].step_at = place()
         if not scaler.is_enabled():
             return
-        self._of_scaler(scaler).step_at = place()
+        own = self._of_scaler(scaler)
+        own.fresh, own.step_at = False, place()
         self._check_stage(scaler, optimizer)
         self._maybe_overflow(scaler, optimizer)
 
