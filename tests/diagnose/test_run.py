@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,18 @@ def test_correct_scripts_on_buoys_scaler_give_none(script):
 
     assert [] == seen.findings
     assert seen.error is None
+
+
+def test_libraries_that_are_loaded_already_get_ours_too(monkeypatch):
+    """Whatever they call it."""
+    library = types.ModuleType("some_library")
+    library.Held = torch.amp.GradScaler
+    monkeypatch.setitem(sys.modules, "some_library", library)
+    with replaced(Replacement()):
+        made = library.Held("cpu")
+
+    assert made.last_step is None
+    assert isinstance(made, library.Held)
 
 
 def test_torch_is_put_back():

@@ -164,7 +164,15 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
 
 
 def rng_state() -> RngState:
-    """Take down the state of every source of random numbers that is in use."""
+    """Take down the state of every source of random numbers that is in use.
+
+    Example:
+        >>> before = rng_state()
+        >>> first = torch.rand(())
+        >>> set_rng_state(before)
+        >>> bool(torch.rand(()) == first)
+        True
+    """
     state: RngState = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()

@@ -21,7 +21,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SavedBatch:
-    """What `load_batch` gives back."""
+    """What `load_batch` gives back.
+
+    Example:
+        >>> SavedBatch((1.0,), {}, None, step=3).batch
+        (1.0,)
+    """
 
     batch: tuple[Any, ...]
     rng: RngState
@@ -37,7 +42,16 @@ def save_batch(
     culprit: Culprit | None = None,
     step: int | None = None,
 ) -> None:
-    """Write a batch to a file, making its folder."""
+    """Write a batch to a file, making its folder.
+
+    Example:
+        >>> import tempfile
+        >>> from buoy.diagnose import rng_state
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_batch(folder + "/bad/3.pt", ("text", 2), rng=rng_state(), step=3)
+        ...     load_batch(folder + "/bad/3.pt").step
+        3
+    """
     document = {
         "buoy_batch": _VERSION,
         "batch": batch,

@@ -90,5 +90,5 @@ class ExplainSkips:
             path = Path(self._folder) / f"step-{self._updates}.pt"
             save_batch(path, batch, rng=rng, culprit=culprit, step=self._updates)
             where = f" The batch was saved as {path}."
-        said = "Run again, the same batch is finite." if culprit is None else culprit
+        said = "Run again, this batch is finite here." if culprit is None else culprit
         log.warning("Update %d was skipped. %s%s", self._updates, said, where)

@@ -33,6 +33,11 @@ class Underflow:
     `zero` became 0 and `subnormal` lost digits, of the parameters' gradient values that
     are not 0 in FP32.  `parameters` and `activations` (of the gradients that arrive at
     each module's output, if asked for) map names to `Share`.
+
+    Example:
+        >>> print(Underflow(1.0, 0.25, 0.5, {"weight": Share(4, 0.25, 0.5)}))
+        At scale 1, 25.00% of the gradient values become 0 and 50.00% lose digits.
+          weight: 25.00% and 50.00%
     """
 
     scale: float
@@ -51,8 +56,8 @@ class Underflow:
 
     def __str__(self) -> str:
         told = (
-            f"At scale {self.scale:g}, {self.zero:.2%} of the parameters' gradient "
-            f"values become 0 and {self.subnormal:.2%} lose digits."
+            f"At scale {self.scale:g}, {self.zero:.2%} of the gradient values become 0 "
+            f"and {self.subnormal:.2%} lose digits."
         )
         worst = [
             f"\n  {name}: {share.zero:.2%} and {share.subnormal:.2%}"

@@ -53,7 +53,12 @@ class Doctor:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What an examination came to."""
+    """What an examination came to; printing it says everything in words.
+
+    Example:
+        >>> print(Examined([], Facts(steps=5), None))
+        5 steps watched. Nothing wrong was found.
+    """
 
     findings: list[Finding]
     facts: Facts
@@ -66,7 +71,22 @@ class Examined:
 def examine(
     target: str, args: Sequence[str] = (), *, module: bool = False, steps: int = 50
 ) -> Examined:
-    """Run a script for some steps under watch, unedited, and say what is wrong."""
+    """Run a script for some steps under watch, unedited, and say what is wrong.
+
+    Args:
+        target: the script's file, or with `module` the name that `python -m` takes.
+        args: the script's own arguments.
+        module: whether `target` is a module.
+        steps: after how many steps to end it.
+
+    Example:
+        >>> import tempfile
+        >>> script = tempfile.NamedTemporaryFile("w", suffix=".py")
+        >>> _ = script.write("print('nothing is trained here')"), script.flush()
+        >>> print(examine(script.name))
+        nothing is trained here
+        No optimizer took a step: there was nothing to watch.
+    """
     watching, error = Watching(most=steps), None
     watching.install()
     try:

@@ -12,7 +12,6 @@ class ScalerFacts:
     """One scaler that was switched on."""
 
     made_at: str = ""
-    scaled: int = 0  # losses
     steps: int = 0
     skipped: int = 0
     skipped_row: int = 0  # at the end, in a row
@@ -72,4 +71,3 @@ class Facts:
     unheld: list[str] = field(default_factory=list)  # names of parameters
     underflow: dict[str, Share] = field(default_factory=dict)  # of matrices
     steps: int = 0
-    error: str = ""  # what the program ended with, if with an error

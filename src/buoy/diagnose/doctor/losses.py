@@ -1,0 +1,103 @@
+"""What was done with losses: scaled or not, in which dtypes, and what came of it."""
+
+from typing import Any
+
+import torch
+
+from buoy.diagnose.doctor.facts import Facts
+from buoy.diagnose.doctor.gradients import Looks, Marks
+from buoy.diagnose.doctor.modules import Modules
+from buoy.diagnose.doctor.patches import place
+from buoy.torch import holes
+
+__all__ = ["Losses"]
+
+_EVERY = 5  # scaled losses between two looks at the gradients
+_GRAPHS = 8  # of scaled losses that are remembered until backward
+
+
+class Losses:
+    """Follows each loss to the parameters whose gradients it makes."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.marks, self.modules = Marks(), Modules()
+        self._looks = Looks()
+        self._graphs: dict[int, Any] = {}  # of losses that were scaled
+        self._latest: tuple[Any, list[torch.Tensor]] = (None, [])
+
+    def scaled(self, result: torch.Tensor, loss: torch.Tensor) -> None:
+        """Note that a loss was scaled."""
+        self._facts.scaled_at = place()
+        self._check(loss)
+        if loss.grad_fn is None:
+            return
+        reached, dtypes = holes.leaves(loss)
+        _count(self._facts.scaled_losses, dtypes)
+        self.marks.reach(reached)
+        self.marks.put(reached, "scaled")
+        self._graphs[id(result.grad_fn)] = result.grad_fn
+        while len(self._graphs) > _GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))
+        self._latest = (result.grad_fn, reached)
+
+    def _check(self, loss: torch.Tensor) -> None:
+        self._facts.losses += 1
+        if not torch.isfinite(loss.detach()).all():
+            self._facts.nonfinite_losses += 1
+            self._facts.nonfinite_at = self._facts.nonfinite_at or place()
+            self.modules.look_closely()
+
+    def before_backward(self, roots: list[Any]) -> None:
+        """Note what the pass starts from, if no scaler has seen it."""
+        for root in roots:
+            if not isinstance(root, torch.Tensor) or root.grad_fn is None:
+                continue
+            if self._graphs.pop(id(root.grad_fn), None) is None:
+                self._unscaled(root)
+
+    def _unscaled(self, root: torch.Tensor) -> None:
+        reached, dtypes = holes.leaves(root)
+        self.marks.reach(reached)
+        if self.marks.any(reached, "scaled"):
+            return  # a sum of losses that were scaled one by one
+        self.marks.put(reached, "plain")
+        self._check(root)
+        _count(self._facts.plain_losses, dtypes)
+        if torch.float16 in dtypes:
+            self._facts.backward_at = place()
+
+    def after_backward(self, roots: list[Any]) -> None:
+        """Look at the scaled gradients of an FP16 loss, now and then."""
+        node, reached = self._latest
+        self._latest = (None, [])
+        turn = sum(self._facts.scaled_losses.values())
+        due = "float16" in self._facts.scaled_losses and turn % _EVERY == 1
+        nodes = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
+        if due and node is not None and any(other is node for other in nodes):
+            self._looks.take(reached, turn)
+
+    def clipped(self, params: list[torch.Tensor]) -> None:
+        """Note that gradients are clipped."""
+        if self.marks.any(params, "scaled"):
+            self._facts.clipped_scaled += 1
+            self._facts.clipped_at = place()
+
+    def conclude(self, held: set[int]) -> None:
+        """Put names to what was found."""
+        name_of = self.modules.name_of
+        self._facts.unheld = [
+            name_of(p) for key, p in self.marks.reached.items() if key not in held
+        ]
+        self._facts.nonfinite_module = self.modules.first_nonfinite
+        self._facts.underflow = {name_of(p): s for p, s in self._looks.shares()}
+
+
+def _count(losses: dict[str, int], dtypes: set[torch.dtype]) -> None:
+    """Count a loss under the narrowest dtype in its graph."""
+    name = "float32"
+    for narrow in (torch.float16, torch.bfloat16):
+        if narrow in dtypes:
+            name = str(narrow).rpartition(".")[2]
+            break
+    losses[name] = losses.get(name, 0) + 1
