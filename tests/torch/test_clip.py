@@ -6,7 +6,13 @@ import pytest
 import torch
 from nets import OPTIMIZERS, loss_of, net
 
-from buoy.torch import GradScaler, NonfiniteNormError, UnscaleAfterStepError
+from buoy.torch import (
+    GradScaler,
+    NonfiniteNormError,
+    OptionError,
+    UnscaleAfterStepError,
+    UnscaleTwiceError,
+)
 
 
 def scaled_gradients(model, scale):
@@ -264,3 +270,103 @@ def test_an_optimizer_that_takes_the_scaler_gets_clipped_gradients():
         scaler.step(optimizer)
     scaler.update()
     assert optimizer.used == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_no_order_of_norm_lets_a_bad_gradient_through(fused, order, bad):
+    """Some norms are finite though an element is not; the check does not hang on it."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([param], fused=fused)
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    param.grad[0] = bad
+    scaler.clip_grad_norm_(optimizer, 1.0, norm_type=order)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.applied
+    assert torch.equal(param, torch.ones(3))
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, None, "1"])
+def test_a_threshold_that_would_spoil_gradients_is_refused(value):
+    """Not a number, below 0, or nothing at all."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(OptionError, match="`max_norm` must be a number"):
+        scaler.clip_grad_norm_(optimizer, value)
+    with pytest.raises(OptionError, match="`clip_value` must be a number"):
+        scaler.clip_grad_value_(optimizer, value)
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_duplicate_rows_of_a_sparse_gradient_are_clipped_as_their_sum(by):
+    """A word that occurs three times has one row of gradient, not three."""
+    moved = []
+    for sparse in (False, True):
+        layer = torch.nn.Embedding(4, 3, sparse=sparse)
+        torch.nn.init.zeros_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        scaler = GradScaler("cpu")
+        weights = torch.tensor([1.0, 2.0, 3.0])
+        loss = (layer(torch.tensor([0, 0, 0, 1])) * weights).sum()
+        scaler.scale(loss).backward()
+        if by == "norm":
+            torch.testing.assert_close(
+                scaler.clip_grad_norm_(optimizer, 1.0), torch.tensor(140.0).sqrt()
+            )
+        else:
+            scaler.clip_grad_value_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(layer.weight.detach().clone())
+    torch.testing.assert_close(*moved)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_complex_gradients_have_torch_s_norm(order):
+    """The magnitude of 3 - 4i is 5, whatever the order."""
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(param.real.sum()).backward()
+    param.grad.copy_(torch.tensor([3 - 4j, 1 + 0j]) * 4)
+    expected = torch.linalg.vector_norm(torch.tensor([5.0, 1.0]), order)
+    torch.testing.assert_close(
+        scaler.clip_grad_norm_(optimizer, 100.0, order), expected
+    )
+    torch.testing.assert_close(param.grad, torch.tensor([3 - 4j, 1 + 0j]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_twice_by_different_norms_does_both(fused):
+    """First to a length of 1, then no element above 0.1: fused or not."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0, 2.0)
+    scaler.clip_grad_norm_(optimizer, 0.1, math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(param.detach(), torch.full((4,), -0.1))
+
+
+def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
+    """What was clipped through one object is not stepped through another."""
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum() * 10).backward()
+    scaler.clip_grad_norm_(Wrapper(optimizer), 1.0)
+    with pytest.raises(UnscaleTwiceError, match="Pass the same object"):
+        scaler.step(optimizer)

@@ -175,3 +175,19 @@ def test_what_cannot_be_traced_is_refused_with_the_cure(kind):
         match=r"fused=False|without torch\.compile",
     ):
         finish()
+
+
+def test_what_was_unscaled_outside_is_not_unscaled_again_inside():
+    """Half of a step outside of the graph and half inside is refused."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", sync="never", init_scale=64.0)
+    _, finish = compiled(scaler, model, optimizer, clip=False)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(
+        (DeviceModeError, torch._dynamo.exc.TorchDynamoException),
+        match="divided by the scale twice",
+    ):
+        finish()

@@ -247,3 +247,93 @@ def test_a_policy_object_is_taken_as_it_is():
     assert GradScaler("cpu", policy=given).policy is given
     own = GradScaler("cpu", init_scale=8.0, growth_interval=7).policy
     assert (own.init_scale, own.growth_interval, own.min_scale) == (8.0, 7, 2.0**-24)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_hooks_never_see_a_weight_that_will_be_put_back_as_non_finite(bad):
+    """An average kept in an optimizer's own hook survives a skipped step."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    average = param.detach().clone()
+    optimizer.register_step_post_hook(lambda *_: average.lerp_(param.detach(), 0.1))
+    scaler = GradScaler("cpu", sync="never")
+    for value in (None, bad, None):
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        if value is not None:
+            param.grad[0] = value
+        scaler.step(optimizer)
+        scaler.update()
+    assert average.isfinite().all()
+    assert scaler.last_step.applied
+
+
+def test_a_step_that_raises_is_put_back():
+    """Whatever a hook does, weights and state are those of before or of after."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    scaler = GradScaler("cpu", sync="never")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    optimizer.register_step_post_hook(interrupt)
+    scaler.scale(param.sum()).backward()
+    param.grad[0] = float("nan")
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(2))
+    assert optimizer.state[param]["momentum_buffer"].isfinite().all()
+    assert param.grad[0].isnan()
+
+
+class Own(torch.optim.Optimizer):
+    """Replaces its state instead of writing into it, and may count on the host."""
+
+    def __init__(self, params, *, count):
+        super().__init__(params, {"lr": 0.1})
+        self.count = count
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["m"] = torch.zeros_like(param)
+                if self.count:
+                    state["step"] = 0
+            if self.count:
+                state["step"] += 1
+            state["m"] = state["m"] * 0.9 + param.grad
+            param.add_(state["m"], alpha=-0.1)
+
+
+def stepped_once(**options):
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = Own([param], **options)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    return param, optimizer
+
+
+def test_state_that_an_optimizer_replaces_is_put_back_too():
+    """A state is known by its name, not by the tensor it was."""
+    param, optimizer = stepped_once(count=False)
+    scaler = GradScaler("cpu", sync="never")
+    for bad in (None, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        if bad is not None:
+            param.grad[0] = bad
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(optimizer.state[param]["m"], torch.full((2,), 1.9))
+
+
+def test_state_on_the_host_is_refused():
+    """A counter that is no tensor cannot be put back without asking."""
+    param, optimizer = stepped_once(count=True)
+    scaler = GradScaler("cpu", sync="never")
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(DeviceModeError, match="keeps `step` as int"):
+        scaler.step(optimizer)

@@ -7,14 +7,19 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch import apply, replicas, survey, traced, words
+from buoy.torch import apply, options, replicas, survey, traced, words
 from buoy.torch.errors import NonfiniteNormError
-from buoy.torch.gather import gather, owners, parameters_of
+from buoy.torch.gather import (
+    Gathered,
+    add_up_sparse,
+    gather,
+    owners,
+    parameters_of,
+    sorted_by_kind,
+)
 from buoy.torch.report import Reporting
 
 __all__ = ["Clipping"]
-
-_TINY = 1e-6  # torch's own guard against dividing by zero
 
 
 class Clipping(Reporting):
@@ -48,23 +53,24 @@ class Clipping(Reporting):
             return self._clip_as_torch(
                 optimizer, max_norm, norm_type, error_if_nonfinite
             )
+        options.limit("max_norm", max_norm)
         if torch.compiler.is_compiling():
-            return traced.clip(self, optimizer, max_norm, float(norm_type))
-        self._check_scale_growth_tracker("clip_grad_norm_")
-        record = self._per_optimizer_states[id(optimizer)]
-        if record["stage"] is OptState.STEPPED:
-            raise words.unscale_after_step("clip_grad_norm_")
+            return traced.clip(
+                self, optimizer, max_norm, float(norm_type), error_if_nonfinite
+            )
+        record = self._record_to_clip(optimizer, "clip_grad_norm_")
         if record["stage"] is OptState.UNSCALED:
             return self._clip_as_torch(
                 optimizer, max_norm, norm_type, error_if_nonfinite
             )
         with torch.no_grad():
-            if "multiplier" not in record:
-                self._survey_norm(optimizer, record, float(norm_type))
-            if "norm" not in record:
-                return torch.tensor(0.0)
-            norm = self._tighten(record, max_norm)
-            if not apply.hands_over(optimizer):
+            norm = self._surveyed_norm(optimizer, record, float(norm_type))
+            if norm is None:
+                return torch.zeros((), dtype=torch.float32, device=self._home())
+            self._tighten(record, norm, max_norm)
+            if apply.hands_over(optimizer):
+                self._note_look(optimizer, record)
+            else:
                 self._write_multiplier(optimizer, record)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise NonfiniteNormError(_nonfinite(norm_type))
@@ -83,11 +89,10 @@ class Clipping(Reporting):
             >>> weight.grad
             tensor([1.0000, 0.4000])
         """
+        options.limit("clip_value", clip_value)
+        add_up_sparse(optimizer)
         if self._enabled:
-            self._check_scale_growth_tracker("clip_grad_value_")
-            record = self._per_optimizer_states[id(optimizer)]
-            if record["stage"] is OptState.STEPPED:
-                raise words.unscale_after_step("clip_grad_value_")
+            record = self._record_to_clip(optimizer, "clip_grad_value_")
             if record["stage"] is OptState.READY:
                 self.unscale_(optimizer)
         limit = float(clip_value)
@@ -95,6 +100,31 @@ class Clipping(Reporting):
             for _, _, grads in gather(optimizer).buckets:
                 torch._foreach_clamp_min_(grads, -limit)
                 torch._foreach_clamp_max_(grads, limit)
+
+    def _record_to_clip(self, optimizer: Any, method: str) -> dict[str, Any]:
+        """Give an optimizer's record, if its gradients may be clipped now."""
+        self._check_scale_growth_tracker(method)
+        record: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        if record["stage"] is OptState.STEPPED:
+            raise words.unscale_after_step(method)
+        self._refuse_changed(optimizer, record, method)
+        return record
+
+    def _surveyed_norm(
+        self, optimizer: Any, record: dict[str, Any], order: float
+    ) -> torch.Tensor | None:
+        """Give the norm as clipped so far; look again only for one of another order."""
+        if "multiplier" not in record:
+            add_up_sparse(optimizer)
+            self._survey_norm(optimizer, record, order)
+            record["order"] = order
+        norm: torch.Tensor | None = record.get("clipped_norm", record.get("norm"))
+        if record.get("order", 2.0) == order or self._ranks.groups():
+            return norm
+        multiplier = record["multiplier"]
+        seen = survey.measure(_magnitudes(optimizer, order), order, multiplier)
+        record["order"] = order
+        return None if seen.norm is None else (seen.norm * multiplier).float()
 
     def _survey_norm(
         self, optimizer: Any, record: dict[str, Any], order: float
@@ -109,12 +139,14 @@ class Clipping(Reporting):
             return
         self._guide.before_look(optimizer)
         inverse = backend.reciprocal(scale)
-        seen = survey.measure(gathered, order, inverse)
+        sizes = gathered if shared else _magnitudes(optimizer, order, gathered)
+        seen = survey.measure(sizes, order, inverse)
         norm, found = seen.norm, {scale.device: seen.found}
         if norm is not None and not shared:
             record["norm"] = (norm * inverse).float()
         record["parts"] = (owners(optimizer), seen.parts)
         record["multiplier"] = inverse
+        record["groups"] = optimizer.param_groups
         if self._rule.wants or self._listeners:
             self._look(optimizer, record, gathered, inverse)
         self._agree(record, found if gathered.grads else {}, norm)
@@ -123,13 +155,13 @@ class Clipping(Reporting):
             if record["found_inf_per_device"]:
                 record.setdefault("norm", (norm * inverse).float())
 
-    def _tighten(self, record: dict[str, Any], max_norm: float) -> torch.Tensor:
+    def _tighten(
+        self, record: dict[str, Any], norm: torch.Tensor, max_norm: float
+    ) -> None:
         """Put a clipping coefficient into the multiplier."""
-        before: torch.Tensor = record.get("clipped_norm", record["norm"])
-        coefficient = (max_norm / (before + _TINY)).clamp(max=1.0)
+        coefficient = survey.clipping(norm, max_norm)
         record["multiplier"] = record["multiplier"] * coefficient
-        record["clipped_norm"] = before * coefficient
-        return before
+        record["clipped_norm"] = norm * coefficient
 
     def _write_multiplier(self, optimizer: Any, record: dict[str, Any]) -> None:
         """Unscale and clip in place, for whoever reads `.grad` itself."""
@@ -139,6 +171,7 @@ class Clipping(Reporting):
                 backend.multiply_(grads, multiplier.to(device, non_blocking=True))
         record["stage"] = OptState.UNSCALED
         record["groups"] = optimizer.param_groups
+        self._note_look(optimizer, record)
 
     def _clip_as_torch(
         self, optimizer: Any, max_norm: float, norm_type: float, error: bool
@@ -168,10 +201,25 @@ class Clipping(Reporting):
         if order == math.inf and seen.norm is not None:
             record["largest"] = self._ranks.largest(seen.norm.float())
         norm = replicas.global_norm(self, optimizer, record, gathered, seen, order)
-        coefficient = (max_norm / (norm.float() + _TINY)).clamp(max=1.0)
+        coefficient = survey.clipping(norm.float(), max_norm)
         for device, _, grads in gathered.buckets:
             backend.multiply_(grads, coefficient.to(device, non_blocking=True))
         return norm.float()
+
+
+def _magnitudes(
+    optimizer: Any, order: float, gathered: Gathered | None = None
+) -> Gathered:
+    """Find the gradients to measure: of complex ones the magnitudes, not the parts."""
+    found = gather(optimizer) if gathered is None else gathered
+    held = owners(optimizer)
+    if order == 2.0 or not any(param.is_complex() for param in held):
+        return found
+    sizes = [
+        torch.view_as_complex(grad).abs() if param.is_complex() else grad
+        for param, grad in zip(held, found.grads, strict=True)
+    ]
+    return sorted_by_kind(sizes)
 
 
 def _nonfinite(norm_type: float) -> str:

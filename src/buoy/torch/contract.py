@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy.torch import agree, apply, survey, words
 from buoy.torch.errors import NewScaleError
+from buoy.torch.fingerprint import fingerprint, unchanged
 from buoy.torch.gather import Gathered
 from buoy.torch.halves import Halves
 from buoy.torch.misuse import Guide
@@ -86,6 +87,20 @@ class Contract(TorchGradScaler):
         for other in self._per_optimizer_states.values():
             if other is not record and other.get("groups") is groups is not None:
                 raise words.unscaled_elsewhere()
+
+    def _note_look(self, optimizer: Any, record: dict[str, Any]) -> None:
+        """Remember which gradients were looked at, should others be computed later."""
+        record["looked"] = (self._scalings, fingerprint(optimizer))
+
+    def _refuse_changed(
+        self, optimizer: Any, record: dict[str, Any], method: str
+    ) -> None:
+        """Refuse gradients that another backward pass has made since they were seen."""
+        looked = record.get("looked")
+        if looked is None or looked[0] == self._scalings:
+            return
+        if not unchanged(optimizer, looked[1]):
+            raise words.changed(method)
 
     def _agree(
         self,

@@ -27,6 +27,7 @@ __all__ = [
     "EmptyStateError",
     "FactorError",
     "Fp16GradientsError",
+    "GradientsChangedError",
     "GroupError",
     "GuardError",
     "LocalScalesError",
@@ -69,6 +70,10 @@ class StepTwiceError(CallOrderError):
 
 class UnscaleTwiceError(CallOrderError):
     """One optimizer's gradients were to be divided by the scale twice."""
+
+
+class GradientsChangedError(CallOrderError):
+    """Gradients changed between the look at them and what was to be done with them."""
 
 
 class UnscaleAfterStepError(CallOrderError):

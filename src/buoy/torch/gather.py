@@ -12,7 +12,16 @@ from torch import distributed as dist
 
 from buoy.torch.errors import UnknownOptimizerError
 
-__all__ = ["Bucket", "Gathered", "gather", "local_grad", "owners", "parameters_of"]
+__all__ = [
+    "Bucket",
+    "Gathered",
+    "add_up_sparse",
+    "gather",
+    "local_grad",
+    "owners",
+    "parameters_of",
+    "sorted_by_kind",
+]
 
 
 class Bucket(NamedTuple):
@@ -28,7 +37,6 @@ class Gathered(NamedTuple):
 
     grads: list[torch.Tensor]  # real and dense, in the order of the parameters
     buckets: list[Bucket]
-    sparse: bool
 
 
 _FLOAT = torch.float32
@@ -48,13 +56,19 @@ def gather(optimizer: Any) -> Gathered:
     if _SHARED and dist.is_initialized():
         grads = [_part(param) for param in owners(optimizer)]
     if _ordinary(grads):
-        return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)], False)
-    sparse = False
+        return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)])
     for i, (param, grad) in enumerate(zip(owners(optimizer), grads, strict=True)):
         if grad.dtype not in _PLAIN or grad.layout is not _STRIDED:
-            sparse = sparse or grad.is_sparse
             grads[i] = _real_and_dense(param, grad)
-    return Gathered(grads, _sorted(grads), sparse)
+    return sorted_by_kind(grads)
+
+
+def add_up_sparse(optimizer: Any) -> None:
+    """Add duplicate rows of sparse gradients up: a norm is that of their sum."""
+    for param in owners(optimizer):
+        grad = param.grad
+        if grad is not None and grad.is_sparse and not grad.is_coalesced():
+            param.grad = grad.coalesce()
 
 
 def _ordinary(grads: list[torch.Tensor]) -> bool:
@@ -123,13 +137,9 @@ def _real_and_dense(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def _sorted(grads: list[torch.Tensor]) -> list[Bucket]:
-    if not grads:
-        return []
-    kinds = {(grad.device, grad.dtype) for grad in grads}
-    if len(kinds) == 1:
-        return [Bucket(*kinds.pop(), grads)]
+def sorted_by_kind(grads: list[torch.Tensor]) -> Gathered:
+    """Sort gradients by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         found.setdefault((grad.device, grad.dtype), []).append(grad)
-    return [Bucket(device, dtype, some) for (device, dtype), some in found.items()]
+    return Gathered(grads, [Bucket(*kind, some) for kind, some in found.items()])

@@ -3,12 +3,14 @@
 import math
 from typing import Any
 
+import torch
+
 from buoy._core.policy import Policy
 from buoy._core.registry import policy as make_policy
 from buoy.torch.errors import FactorError, OptionError
 from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic, Governed
 
-__all__ = ["DEFAULTS", "check", "heals", "never_syncs", "rule"]
+__all__ = ["DEFAULTS", "check", "heals", "limit", "never_syncs", "rule"]
 
 DEFAULTS = {
     "init_scale": 2.0**16,
@@ -93,6 +95,18 @@ def _check_bounds(
         message = (
             f"`init_scale` must lie within `min_scale` and `max_scale`, got {init!r} "
             f"outside of {low!r} .. {high!r}. Give an `init_scale` within them."
+        )
+        raise OptionError(message)
+
+
+def limit(name: str, value: Any) -> None:
+    """Refuse a threshold that would write NaN into every gradient."""
+    if isinstance(value, torch.Tensor):
+        return  # may lie on a device: nobody asks it
+    if not (isinstance(value, (int, float)) and value >= 0):
+        message = (
+            f"`{name}` must be a number of at least 0, got {value!r}: gradients are "
+            "multiplied or cut down to it. Pass `float('inf')` to only measure."
         )
         raise OptionError(message)
 

@@ -198,11 +198,11 @@ class GradScaler(Retrying, Diagnosing):
         """Multiply a loss, or every tensor of an iterable, by the scale."""
         if not self._enabled:
             return outputs
-        self._scalings += 1
         if not isinstance(outputs, torch.Tensor):
             return scaled(self, outputs)
         if torch.compiler.is_compiling():
             return traced.scale(self, outputs)
+        self._scalings += 1
         scale = self._scale
         if scale is None:
             self._lazy_init_scale_growth_tracker(outputs.device)
@@ -213,7 +213,7 @@ class GradScaler(Retrying, Diagnosing):
             self._assumed = False
             self._guide.first_loss(self, outputs)
         if outputs.numel() == 1:
-            self._losses.append(outputs.detach())
+            self._losses.append(outputs.detach().clone())
             if "loss" in self._rule.wants:
                 self._foresee(outputs.reshape(()))
         if scale.device != outputs.device:
@@ -253,7 +253,7 @@ class GradScaler(Retrying, Diagnosing):
         if self._guide.fresh:
             self._assumed = False
             self._guide.first_loss(self, loss)
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach().clone())
         return self._home_scale().to(loss.device, non_blocking=True)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -267,6 +267,7 @@ class GradScaler(Retrying, Diagnosing):
         if len(self._per_optimizer_states) > 1:
             self._refuse_alias(optimizer, record)
         if "multiplier" in record:
+            self._refuse_changed(optimizer, record, "unscale_")
             self._write_multiplier(optimizer, record)
             return
         found = torch.zeros_like(scale)
@@ -274,6 +275,8 @@ class GradScaler(Retrying, Diagnosing):
         self._agree(record, flags)
         record["stage"] = OptState.UNSCALED
         record["groups"] = optimizer.param_groups
+        if not self._strict:
+            self._note_look(optimizer, record)
 
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
@@ -299,6 +302,8 @@ class GradScaler(Retrying, Diagnosing):
         if len(self._per_optimizer_states) > 1:
             self._refuse_alias(optimizer, record)
         self._guide.before_step(self, optimizer)
+        if "looked" in record:
+            self._refuse_changed(optimizer, record, "step")
         scale = self._frozen_scale()
         if self._window is not None:
             raise words_beyond.window_open("step")

@@ -6,6 +6,7 @@ same inside their kernels and need none of this.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,23 +40,60 @@ def selected_step(
     kwargs: dict[str, Any],
     step: Any = None,
 ) -> Any:
-    """Step; keep the result where `found` is 0, what was there where it is 1."""
+    """Step; keep the result where `found` is 0, what was there where it is 1.
+
+    A step that is going to be put back runs on zeros for gradients, so that hooks of
+    the optimizer never see a weight that is not finite; one that raises is put back.
+    """
     refuse_unknown(optimizer, known_state=bool(optimizer.state))
     skip = found > 0
     with torch.no_grad():
         params = [(param, param.detach().clone()) for param in _stepped(optimizer)]
         before = {
-            id(value): (value, value.clone())
-            for _, _, value in _state_tensors(optimizer)
+            (id(param), name): value.clone()
+            for param, name, value in _state_tensors(optimizer)
         }
-    result = (step or optimizer.step)(*args, **kwargs)
-    with torch.no_grad():
-        for param, old in params:
-            param.copy_(torch.where(skip.to(param.device), old, param))
-        for param, name, value in _state_tensors(optimizer):
-            kept = before[id(value)][1] if id(value) in before else None
-            put_back(optimizer, param, name, value, kept, skip)
+    if step is not None:  # traced: without hooks, and nothing raises
+        result = step(*args, **kwargs)
+        _select(optimizer, params, before, skip)
+        return result
+    with _zeroed(params, skip):
+        try:
+            result = optimizer.step(*args, **kwargs)
+        except BaseException:
+            _select(optimizer, params, before, torch.ones_like(skip))
+            raise
+    _select(optimizer, params, before, skip)
     return result
+
+
+@torch.no_grad()
+def _select(
+    optimizer: Any,
+    params: list[tuple[torch.Tensor, torch.Tensor]],
+    before: dict[tuple[int, str], torch.Tensor],
+    skip: torch.Tensor,
+) -> None:
+    for param, old in params:
+        param.copy_(torch.where(skip.to(param.device), old, param))
+    for param, name, value in _state_tensors(optimizer):
+        put_back(optimizer, param, name, value, before.get((id(param), name)), skip)
+
+
+@contextmanager
+def _zeroed(
+    params: list[tuple[torch.Tensor, torch.Tensor]], skip: torch.Tensor
+) -> Iterator[None]:
+    """Show the optimizer zeros in place of gradients that must not count."""
+    held = [(param, param.grad) for param, _ in params]
+    for param, grad in held:
+        if grad is not None and not grad.is_sparse:
+            param.grad = grad.masked_fill(skip.to(grad.device), 0.0)
+    try:
+        yield
+    finally:
+        for param, grad in held:
+            param.grad = grad
 
 
 def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -93,25 +131,30 @@ def put_back(
     value.copy_(torch.where(skip.to(value.device), old, value))
 
 
-def _initial(optimizer: Any, param: Any, name: str) -> float:
+def _initial(optimizer: Any, param: Any, name: str) -> complex:
     if name in _ONES:
         return 1.0
     if name in _LEARNING_RATES:
         for group in optimizer.param_groups:
             if any(param is held for held in group["params"]):
-                return float(group["lr"])
+                rate = float(group["lr"])
+                return complex(rate, rate) if param.is_complex() else rate
     return 0.0
 
 
 def refuse_unknown(optimizer: Any, *, known_state: bool) -> None:
-    """Refuse an optimizer whose first step could not be undone on the device."""
-    if not isinstance(optimizer, _KNOWN) and not known_state:
-        message = (
-            f"`sync='never'` does not know what {type(optimizer).__name__} keeps "
-            "before its first step, so a skipped first step could not be undone. Use "
-            "an optimizer of torch.optim, one that takes `found_inf`, or `sync='auto'`."
-        )
-        raise DeviceModeError(message)
+    """Refuse an optimizer whose steps could not be undone on the device."""
+    kind = type(optimizer).__name__
+    if type(optimizer) not in _KNOWN:
+        if not known_state:
+            message = (
+                f"`sync='never'` does not know what {kind} keeps before its first "
+                "step, so a skipped first step could not be undone. Use one of "
+                f"{', '.join(known.__name__ for known in _KNOWN)}, an optimizer that "
+                "takes `found_inf`, or `sync='auto'`."
+            )
+            raise DeviceModeError(message)
+        _refuse_numbers(optimizer)
     for group in optimizer.param_groups:
         if group.get("momentum") and group.get("dampening"):
             message = (
@@ -120,3 +163,17 @@ def refuse_unknown(optimizer: Any, *, known_state: bool) -> None:
                 "`dampening=0` or `sync='auto'`."
             )
             raise DeviceModeError(message)
+
+
+def _refuse_numbers(optimizer: Any) -> None:
+    """Refuse state that lies on the host: whether to put it back is not known there."""
+    for state in optimizer.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if not isinstance(value, torch.Tensor):
+                message = (
+                    f"{type(optimizer).__name__} keeps `{name}` as "
+                    f"{type(value).__name__}, on the host, where a skipped step cannot "
+                    "be put back without asking the device. Keep it as a tensor, or "
+                    "use `sync='auto'`."
+                )
+                raise DeviceModeError(message)

@@ -15,6 +15,7 @@ from buoy.torch.gather import Bucket, Gathered, gather, owners
 __all__ = [
     "Survey",
     "check",
+    "clipping",
     "largest",
     "measure",
     "offenders",
@@ -34,7 +35,8 @@ class Survey(NamedTuple):
     underflow: torch.Tensor | None = None  # float32 []: see `Seen`
 
 
-_ONE = torch.ones(())
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+_TINY = 1e-6  # torch's own guard against dividing by zero
 _LARGE = 8192  # elements per gradient from which on summing beats the amp kernel
 
 
@@ -127,6 +129,8 @@ def _settled(
     """Return the exact total, and a number that is finite iff all elements are."""
     if order == math.inf:
         return total, total
+    if order <= 0.0:  # such a norm may be finite though an element is not
+        return total, backend.amax(grads)
     seen = seen_by_host(total)
     if seen is not None:
         if not math.isfinite(seen):
@@ -136,8 +140,13 @@ def _settled(
     # Without float64 the norm of a finite overflow is bounded from above: such a step
     # is clipped harder than need be, and is not called non-finite.
     count = float(sum(grad.numel() for grad in grads))
-    bound = biggest * count ** (1.0 / order if order > 0 else 1.0)
+    bound = biggest * count ** (1.0 / order)
     return torch.where(backend.nonfinite(total), bound, total), biggest
+
+
+def clipping(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Give what gradients of this norm are multiplied by; 1 if it is small enough."""
+    return (max_norm / (norm + _TINY)).clamp(max=1.0)
 
 
 def _overflows(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy.torch import words
+from buoy.torch import survey, words
 from buoy.torch.errors import DeviceModeError
 from buoy.torch.gather import owners
 from buoy.torch.masters import masters_of
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from buoy.torch.report import Reporting
 
 __all__ = ["NOTHING", "Look", "Outcome", "clip", "scale", "step", "update"]
-
-_TINY = 1e-6
 
 # Not None: torch 2.13 mixes that up with a gradient that the same graph set to None.
 NOTHING: tuple[()] = ()
@@ -134,15 +132,34 @@ def _refuse(scaler: "Reporting", optimizer: Any) -> None:
         raise DeviceModeError(message)
 
 
+def _refuse_mixed(scaler: "Reporting") -> None:
+    """Refuse to go on from what an eager call has left half done."""
+    if len(scaler._per_optimizer_states):
+        message = (
+            "`unscale_` or clipping was called outside of the compiled function, and "
+            "`step` inside of it: the gradients would be divided by the scale twice. "
+            "Put all of unscaling, clipping, `step` and `update` inside, or all "
+            "outside."
+        )
+        raise DeviceModeError(message)
+
+
 def _inverse(scaler: "Reporting") -> torch.Tensor:
     return scaler._home_scale().reciprocal()
 
 
 @torch.no_grad()
 def clip(
-    scaler: "Reporting", optimizer: Any, max_norm: float, order: float
+    scaler: "Reporting", optimizer: Any, max_norm: float, order: float, error: bool
 ) -> torch.Tensor:
     """Note the multiplier that unscales and clips; return the unscaled norm."""
+    _refuse_mixed(scaler)
+    if error:
+        message = (
+            "`error_if_nonfinite=True` has to know the norm, and a compiled step asks "
+            "nobody. Leave it out: a step that overflows is skipped by itself."
+        )
+        raise DeviceModeError(message)
     grads = _grads(optimizer)
     inverse = _inverse(scaler)
     norm = torch.linalg.vector_norm(torch.stack(backend.norms(grads, order)), order)
@@ -150,7 +167,7 @@ def clip(
     count = float(sum(grad.numel() for grad in grads))
     bound = largest * count ** (1.0 / order)
     norm = torch.where(backend.nonfinite(norm), bound, norm) * inverse
-    coefficient = torch.clamp(max_norm / (norm + _TINY), max=1.0)
+    coefficient = survey.clipping(norm, max_norm)
     found = backend.nonfinite(largest * inverse).float()
     scaler._noted = Look(found, inverse * coefficient, largest, norm)
     return norm
@@ -160,8 +177,11 @@ def clip(
 def step(scaler: "Reporting", optimizer: Any) -> None:
     """Step; put back what must not count."""
     _refuse(scaler, optimizer)
+    _refuse_mixed(scaler)
     grads = _grads(optimizer)
     look, before = scaler._noted, scaler._traced
+    if before and before.optimizer is optimizer:
+        raise words.step_twice()
     if not look:
         inverse, amax = _inverse(scaler), backend.amax(grads)
         found = backend.nonfinite(amax * inverse).float()

@@ -12,6 +12,7 @@ from buoy.torch.errors import (
     DeviceModeError,
     DtypeDriftError,
     Fp16GradientsError,
+    GradientsChangedError,
     MasterWeightsError,
     NoGradientsError,
     NothingRecordedError,
@@ -25,6 +26,7 @@ from buoy.torch.errors import (
 __all__ = [
     "absent",
     "before_scale",
+    "changed",
     "closure",
     "closure_never_syncs",
     "closure_not_called",
@@ -86,6 +88,17 @@ def unscaled_elsewhere() -> UnscaleTwiceError:
         "with the same `param_groups`: a wrapper of it, or what it wraps. Dividing by "
         "the scale twice would make them far too small. Pass the same object to "
         "`unscale_`, `clip_grad_norm_` and `step`."
+    )
+
+
+def changed(method: str) -> GradientsChangedError:
+    """Say that other gradients lie there now than those that were looked at."""
+    return GradientsChangedError(
+        f"{method}() meets other gradients than those that were unscaled or clipped: "
+        "another loss was scaled and another backward pass ran since. They are still "
+        "multiplied by the scale, and nobody has checked them. Unscale and clip after "
+        "the last backward pass of an iteration, and call `scaler.update()` once per "
+        "iteration, also for a batch that you drop."
     )
 
 

@@ -1,0 +1,31 @@
+"""Know gradients again: have others been computed since they were looked at?"""
+
+import weakref
+from typing import Any
+
+import torch
+
+from buoy.torch.gather import parameters_of
+
+__all__ = ["Fingerprint", "fingerprint", "unchanged"]
+
+# One per parameter that has a gradient: which tensor it is, and how often changed.
+Fingerprint = list[tuple[weakref.ref[torch.Tensor], int]]
+
+
+def fingerprint(optimizer: Any) -> Fingerprint:
+    """Remember the gradients of an optimizer, without keeping them."""
+    return [
+        (weakref.ref(grad), grad._version)
+        for param in parameters_of(optimizer)
+        if (grad := param.grad) is not None
+    ]
+
+
+def unchanged(optimizer: Any, known: Fingerprint) -> bool:
+    """Say whether they are the same tensors still, and nobody has written to them."""
+    grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    return len(grads) == len(known) and all(
+        reference() is grad and version == grad._version
+        for grad, (reference, version) in zip(grads, known, strict=True)
+    )
