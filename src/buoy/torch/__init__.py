@@ -51,6 +51,7 @@ from buoy.torch.errors import (
     UnscaleTwiceError,
 )
 from buoy.torch.keep import KeptFp32, keep_fp32
+from buoy.torch.local import LocalScales, local_scales
 from buoy.torch.masters import MasterWeights
 from buoy.torch.scaler import GradScaler
 from buoy.torch.step import LastStep
@@ -74,6 +75,7 @@ __all__ = [
     "GuardError",
     "KeptFp32",
     "LastStep",
+    "LocalScales",
     "LocalScalesError",
     "LossTypeError",
     "MasterWeights",
@@ -98,4 +100,5 @@ __all__ = [
     "UnscaleAfterStepError",
     "UnscaleTwiceError",
     "keep_fp32",
+    "local_scales",
 ]

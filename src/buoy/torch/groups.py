@@ -13,10 +13,10 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from buoy._backends import torch as backend
-from buoy.torch import apply, words
+from buoy.torch import apply, survey, words
 from buoy.torch import words_beyond as said
 from buoy.torch.errors import OptionError
-from buoy.torch.gather import parameters_of
+from buoy.torch.gather import Gathered, parameters_of
 from buoy.torch.joint import Joint
 from buoy.torch.options import DEFAULTS
 from buoy.torch.origins import Origins
@@ -56,6 +56,7 @@ class Grouping(Spiking):
     _origins: Origins | None
     _extended: bool  # `step` has to prepare
     _parts: dict[str, Any]  # what else belongs into the state, by name
+    _unclaimed: dict[str, Any]  # loaded states of parts that are not there yet
 
     def group(self, name: str, **options: Any) -> Self:
         """Give the group of this name, with a scale of its own; make it if need be.
@@ -267,6 +268,21 @@ class Grouping(Spiking):
 
     def _update_alone(self, new_scale: float | torch.Tensor | None) -> None:
         raise NotImplementedError  # the scaler's own update, without its groups
+
+    def _measure(
+        self, record: dict[str, Any], gathered: Gathered, inverse: torch.Tensor
+    ) -> survey.Survey:
+        seen = super()._measure(record, gathered, inverse)
+        local = self._parts.get("local_scales")
+        if local is not None and (size := local.outside()) is not None:
+            record["amax"] = size.to(inverse.device)
+        return seen
+
+    def _attach(self, name: str, part: Any) -> None:
+        """Let a part's state be saved and loaded with this one's."""
+        self._parts[name] = part
+        if name in self._unclaimed:
+            part.load_state_dict(self._unclaimed.pop(name))
 
     def _save_groups(self) -> dict[str, Any]:
         states = {name: made.state_dict() for name, made in self._groups.items()}

@@ -53,9 +53,11 @@ def _parts(scaler: "GradScaler") -> dict[str, Any]:
         kept["groups"] = groups
     if scaler._spikes is not None:
         kept["spikes"] = scaler._spikes.saved()
-    for name, part in scaler._parts.items():
-        kept[name] = part.state_dict()
-    return kept
+    kept["parts"] = {
+        **scaler._unclaimed,
+        **{name: part.state_dict() for name, part in scaler._parts.items()},
+    }
+    return {name: value for name, value in kept.items() if value}
 
 
 def _load_parts(scaler: "GradScaler", kept: Any) -> None:
@@ -64,9 +66,9 @@ def _load_parts(scaler: "GradScaler", kept: Any) -> None:
     scaler._load_groups(kept.get("groups", {}))
     if scaler._spikes is not None:
         scaler._spikes.load(kept.get("spikes", []))
+    scaler._unclaimed = dict(kept.get("parts", {}))
     for name, part in scaler._parts.items():
-        if name in kept:
-            part.load_state_dict(kept[name])
+        scaler._attach(name, part)
 
 
 def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:

@@ -175,6 +175,7 @@ class GradScaler(Retrying, Diagnosing):
     def _open(self, *, joint: bool, guard: SpikeGuard | None) -> None:
         """Set up what lies beyond one scale for one optimizer."""
         self._groups, self._waiting, self._guards, self._parts = {}, {}, [], {}
+        self._unclaimed = {}
         self._parent, self._name, self._window, self._origins = None, "", None, None
         self._joint = Joint() if joint else None
         self._spikes = None if guard is None else spikes.Spikes(guard)

@@ -6,6 +6,7 @@ from buoy.torch.errors import (
     AccumulateError,
     GroupError,
     GuardError,
+    LocalScalesError,
     MixedScalesError,
     OptionError,
     RunError,
@@ -14,25 +15,34 @@ from buoy.torch.errors import (
 __all__ = [
     "HALF_A_STEP",
     "NO_MICRO",
+    "block_elsewhere",
+    "block_in_block",
     "group_made_before",
     "group_of_group",
     "group_option",
     "group_run",
     "group_update",
+    "half_parameter",
+    "no_model",
     "not_a_module",
     "nothing_to_combine",
+    "other_blocks",
     "other_group",
     "retries",
     "retry_on",
     "run_mid_iteration",
     "run_without_model",
     "run_without_step",
+    "sharded_parameter",
+    "shared_parameter",
+    "which_blocks",
     "window_full",
     "window_in_window",
     "window_mid_iteration",
     "window_open",
     "window_size",
     "window_without_optimizer",
+    "written_input",
 ]
 
 HALF_A_STEP = (
@@ -220,4 +230,85 @@ def window_open(method: str) -> AccumulateError:
         f"`{method}` was called inside a window of micro-batches, whose gradients are "
         "still kept apart. Leave the `with scaler.accumulate(...)` block first; the "
         "scale does not move inside it."
+    )
+
+
+def no_model(thing: object) -> LocalScalesError:
+    """Say what `local_scales` takes."""
+    return LocalScalesError(
+        "`local_scales` takes a torch.nn.Module whose blocks are to have own scales, "
+        f"got {type(thing).__name__} {thing!r:.60}."
+    )
+
+
+def which_blocks(given: object) -> LocalScalesError:
+    """Say how blocks are named."""
+    return LocalScalesError(
+        f"`blocks={given!r:.80}` names no block of this model. Give the modules in the "
+        "order of the forward pass, their names, the name of the ModuleList that holds "
+        "them ('layers'), or their class."
+    )
+
+
+def block_elsewhere(block: object) -> LocalScalesError:
+    """Say that a block is not in the model."""
+    return LocalScalesError(
+        f"A {type(block).__name__} given as a block is no module of this model: the "
+        "model was copied or wrapped since, and its gradients pass elsewhere. Take the "
+        "blocks from the model as it is now."
+    )
+
+
+def block_in_block(name: str, other: str) -> LocalScalesError:
+    """Say that blocks may not overlap."""
+    return LocalScalesError(
+        f"Block `{name}` and block `{other}` overlap: the parameters they share would "
+        "be divided by two factors. Give blocks that lie beside each other."
+    )
+
+
+def shared_parameter(name: str, other: str) -> LocalScalesError:
+    """Say that a shared parameter has no one factor."""
+    return LocalScalesError(
+        f"`{name}` and `{other}` are one parameter, used inside a block and elsewhere: "
+        "its gradient would be a sum of parts with different factors, which cannot be "
+        "divided. Untie them, or leave that block out."
+    )
+
+
+def half_parameter(name: str) -> LocalScalesError:
+    """Say why parameters must be FP32."""
+    return LocalScalesError(
+        f"`{name}` is torch.float16: its gradient, divided by the block's factor, "
+        "would leave FP16's range again, which is what local scales are for. Keep "
+        "parameters in float32 and use `torch.autocast(..., torch.float16)`."
+    )
+
+
+def sharded_parameter(name: str) -> LocalScalesError:
+    """Say why sharded parameters are refused."""
+    return LocalScalesError(
+        f"`{name}` is a DTensor: fully sharded and tensor-parallel layers compute with "
+        "other tensors than their parameters, whose gradients a hook on the parameter "
+        "does not see. Local scales work with plain and DistributedDataParallel models."
+    )
+
+
+def written_input(name: str) -> LocalScalesError:
+    """Say why a block must not write into its input."""
+    return LocalScalesError(
+        f"Block `{name}` writes into its input in place (an activation with "
+        "`inplace=True`, or `x += ...`). Inside a block with a scale of its own that "
+        "input is another tensor over the same memory: whoever uses it outside would "
+        "see the new values and the old gradient. Set `inplace=False`."
+    )
+
+
+def other_blocks(saved: list[str], names: tuple[str, ...]) -> LocalScalesError:
+    """Say that a state belongs to other blocks."""
+    return LocalScalesError(
+        f"The loaded state is of {len(saved)} blocks ({', '.join(saved[:3])}, ...), "
+        f"these are {len(names)} ({', '.join(names[:3])}, ...). Load it into local "
+        "scales of the same blocks, or start without: they are found again in a few "
+        "steps."
     )
