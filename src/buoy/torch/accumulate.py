@@ -51,6 +51,7 @@ class Window:
                 raise said.window_mid_iteration()
             self._scaler._window = self
             self._clear()
+            self._tell_guards(inside=True)
         return self
 
     def __exit__(
@@ -62,6 +63,7 @@ class Window:
         if not self._scaler._enabled:
             return
         self._scaler._window = None
+        self._tell_guards(inside=False)
         if kind is not None:
             self._clear()
             self._scaler._per_optimizer_states.clear()
@@ -100,6 +102,10 @@ class Window:
         """
         if loss.requires_grad and not self._by_hand:
             loss.register_hook(lambda _: _at_the_end(lambda: _at_the_end(self._take)))  # type: ignore[no-untyped-call]
+
+    def _tell_guards(self, *, inside: bool) -> None:
+        for guard in self._scaler._root_guards():
+            guard.in_window = inside
 
     def begin(self) -> None:
         """Count the losses before they are scaled."""

@@ -18,7 +18,9 @@ class ModelGuard:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._buffers = Buffers()
+        self._buffers = Buffers()  # as they were before the iteration
+        self._micro = Buffers()  # as they were before the micro-batch
+        self.in_window = False
         self._about: dict[int, bool] = {}
         modules = list(model.modules())
         self._handles = [model.register_forward_pre_hook(self._before_all)]
@@ -31,12 +33,17 @@ class ModelGuard:
     def _before_all(self, module: torch.nn.Module, args: Any) -> None:
         del module, args
         if not torch.compiler.is_compiling():
-            self._buffers.hold(*self.model.modules())
+            self._hold(*self.model.modules())
 
     def _before_one(self, module: torch.nn.Module, args: Any) -> None:
         del args
         if not torch.compiler.is_compiling():
-            self._buffers.hold(module)
+            self._hold(module)
+
+    def _hold(self, *modules: torch.nn.Module) -> None:
+        self._buffers.hold(*modules)
+        if self.in_window:
+            self._micro.hold(*modules)
 
     def follows(self, optimizer: Any) -> bool:
         """Say whether an optimizer steps any of the model's parameters."""
@@ -62,10 +69,10 @@ class ModelGuard:
     def drop(self, bad: bool | torch.Tensor) -> None:
         """End a micro-batch: put the buffers back if it was dropped."""
         if isinstance(bad, torch.Tensor):
-            self._buffers.put_back(bad > 0)
+            self._micro.put_back(bad > 0)
         elif bad:
-            self._buffers.put_back()
-        self._buffers.release()
+            self._micro.put_back()
+        self._micro.release()
 
     def remove(self) -> None:
         """Stop guarding."""

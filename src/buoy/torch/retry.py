@@ -12,7 +12,7 @@ from buoy.torch import apply, survey
 from buoy.torch import words_beyond as said
 from buoy.torch.accumulate import Accumulating
 from buoy.torch.again import Again
-from buoy.torch.gather import gather
+from buoy.torch.gather import gather, parameters_of
 from buoy.torch.lower import fitting, set_scale
 from buoy.torch.rule import Governed
 from buoy.torch.step import LastStep
@@ -88,13 +88,17 @@ class Retrying(Accumulating):
         return any(member._per_optimizer_states for member in self._members())
 
     def _stepper(self, optimizer: Any) -> Any:
-        """Find the group that has looked at this optimizer's gradients already."""
+        """Find the group whose loss this optimizer's gradients come from."""
+        if "combined" in self._per_optimizer_states.get(id(optimizer), {}):
+            return self
         for member in self._groups.values():
             if id(optimizer) in member._per_optimizer_states:
-                if "combined" in self._per_optimizer_states.get(id(optimizer), {}):
-                    return self
                 return member
-        return self
+        for member in self._groups.values():
+            if id(optimizer) in member._reports:
+                return member
+        names = self._origins.of(parameters_of(optimizer)) if self._origins else set()
+        return self._groups.get(names.pop(), self) if len(names) == 1 else self
 
     def _again(self, again: Again, new: list[LastStep]) -> bool:
         """Prepare a re-run, if there is to be one."""
