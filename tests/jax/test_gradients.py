@@ -116,7 +116,7 @@ def test_without_the_loss_nothing_is_foreseen_and_nothing_is_wrong():
         np.testing.assert_allclose(
             updates["first"]["w"], expected["first"]["w"] / scale, rtol=1e-6
         )
-        assert loss == squares(params, batch_of(i))
+        assert loss == jax.jit(squares)(params, batch_of(i))
     assert last_step(state).loss is None
 
 

@@ -6,10 +6,10 @@ import sys
 import buoy.jax
 
 PUBLIC = """
-BuoyWarning Dtypes IntegerLeafError LastStep LossScaledState MasterState
-MissingAxisError NoScaleError NoStepError OptionError SeveralScalesError
-StructureError UnboundAxisError UnhashablePolicyError applied_of cast last_step
-loss_scaled master_weights scale_of value_and_grad
+BuoyWarning Dtypes Feed IntegerLeafError LastStep LossScaledState MasterState
+MissingAxisError NoScaleError NoStepError OptionError
+SeveralScalesError StructureError UnboundAxisError UnhashablePolicyError applied_of cast
+last_step loss_scaled master_weights scale_of value_and_grad
 """.split()
 
 

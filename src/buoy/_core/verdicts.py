@@ -6,12 +6,38 @@ from itertools import pairwise
 
 from buoy._core.state import Verdict
 
-__all__ = ["HISTORY", "judge_losses"]
+__all__ = ["EXPLAINED", "HISTORY", "judge_losses"]
 
 HISTORY = 32  # losses of earlier steps that are kept
 _LEAST = 4  # fewer tell nothing
 _OUTLIER = 8.0  # times the usual loss
 _CLIMB = 4.0  # times the start of the climb
+
+EXPLAINED = {
+    Verdict.APPLIED: "applied",
+    Verdict.SCALE_TOO_HIGH: "the scale was too high: normal, it falls by itself",
+    Verdict.FORWARD_NONFINITE: (
+        "the loss was inf or NaN before it was scaled: no scale can cure that; look at "
+        "the inputs, the labels and the module that first turns non-finite"
+    ),
+    Verdict.POISONED: (
+        "weights or optimizer state are already inf or NaN: go back to a checkpoint"
+    ),
+    Verdict.STALE_GRADS: (
+        "the non-finite gradients of an earlier step were never cleared: call "
+        "`optimizer.zero_grad()` in every iteration, also after a skipped step"
+    ),
+    Verdict.BAD_BATCH: (
+        "this batch's loss stands far out of the others: look at its data"
+    ),
+    Verdict.DIVERGENCE: (
+        "the loss has been climbing for several steps: lower the learning rate or clip"
+    ),
+    Verdict.SPIKE: (
+        "the gradient norm stood far out of its usual range: the spike guard acted"
+    ),
+    Verdict.NO_GRADS: "no parameter had a gradient",
+}
 
 
 def judge_losses(now: Sequence[float], before: Sequence[float]) -> Verdict:

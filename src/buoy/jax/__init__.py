@@ -33,6 +33,7 @@ from buoy.jax.errors import (
 from buoy.jax.find import scale_of
 from buoy.jax.gradients import value_and_grad
 from buoy.jax.masters import MasterState, master_weights
+from buoy.jax.record import Feed
 from buoy.jax.state import LossScaledState
 from buoy.jax.step import LastStep, applied_of, last_step
 from buoy.jax.transform import loss_scaled
@@ -40,6 +41,7 @@ from buoy.jax.transform import loss_scaled
 __all__ = [
     "BuoyWarning",
     "Dtypes",
+    "Feed",
     "IntegerLeafError",
     "LastStep",
     "LossScaledState",

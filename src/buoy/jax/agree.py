@@ -4,6 +4,7 @@ Under `jit` arrays are global and nothing is to be done.  Inside `shard_map` and
 each device sees its own part: `axis_name` says over which axes to agree.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from buoy.jax.errors import MissingAxisError, OptionError, UnboundAxisError
 
-__all__ = ["axes_of", "check_axes", "largest", "manual_axes", "total", "varying"]
+__all__ = ["axes_of", "check_axes", "largest", "may_branch", "total", "varying"]
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...] | None:
@@ -28,9 +29,23 @@ def axes_of(axis_name: Any) -> tuple[Any, ...] | None:
     return axes
 
 
-def manual_axes() -> tuple[str, ...]:
+def _manual_axes() -> tuple[str, ...]:
     """Name the mesh axes over which each device sees its own part, here and now."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def may_branch(leaves: Sequence[Any]) -> bool:
+    """Say whether a compiled program should branch, here and now.
+
+    A CPU may: on most steps one side of the branch is never computed.  Accelerators
+    would have to ask the host which way to go; devices that see different parts might
+    go different ways; branches on a mesh with explicit axes must agree in where their
+    results lie; and outside of `jit` a branch is compiled at every call.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes or mesh.explicit_axes or jax.default_backend() != "cpu":
+        return False
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def varying(value: Any) -> tuple[str, ...]:
@@ -44,7 +59,7 @@ def check_axes(values: dict[str, Any], axes: tuple[Any, ...] | None, what: str) 
     """Refuse to let devices decide apart; `values` are the named things looked at."""
     if axes:
         _check_bound(axes)
-    manual = manual_axes()
+    manual = _manual_axes()
     if axes is not None or not manual or not values:
         return
     for name, value in values.items():

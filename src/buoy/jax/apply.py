@@ -11,9 +11,10 @@ from buoy._backends.jax import ops
 from buoy._core.policy import Policy
 from buoy._core.state import Seen
 from buoy.jax import foresight, leaves
-from buoy.jax.agree import check_axes
+from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.errors import NoScaleError, StructureError
 from buoy.jax.masters import keeps_masters
+from buoy.jax.skip import apply_or_skip
 from buoy.jax.state import LossScaledState
 from buoy.jax.survey import Survey, agreed, survey, underflow
 
@@ -51,21 +52,26 @@ def advance(
     loss = foresight.agreed(extra.get("value"), options.axes)
     before = foresight.foreseen(policy, state.scaling, loss)
     scales = _scales(state.scaling, before)
-    looked = _look(options, jax.tree.leaves(grads), scales, state.steps)
+    flat = jax.tree.leaves(grads)
+    branch = may_branch(flat)
+    looked = _look(options, flat, scales, state.steps, branch=branch)
     seen = _seen(looked, scales)
     applied = jnp.asarray(policy.applies(seen))
     after = policy.update(before, seen, ops=_OPS)
     norm = looked.norm * scales.inverse
     factor = _factor(norm, scales.inverse, options.max_norm)
-    updates, inner = _inner(options, _multiplied(grads, factor), state, params, extra)
-    numbers = (before.scale, after.scale, applied, norm, _amax(looked, scales), loss)
-    # Adding -0.0 is the only addition that leaves every number as it is.
-    updates = jax.tree.map(
-        lambda u: jnp.where(applied, u, jnp.full((), -0.0, u.dtype)), updates
+    updates, inner = apply_or_skip(
+        lambda grads, inner, params: _inner(
+            options, _multiplied(grads, factor), inner, params, extra
+        ),
+        applied,
+        (grads, state.inner, params),
+        branch=branch,
     )
+    numbers = (before.scale, after.scale, applied, norm, _amax(looked, scales), loss)
     return updates, LossScaledState(
         scaling=after,
-        inner=_where(applied, inner, state.inner),
+        inner=inner,
         steps=state.steps + 1,
         rows=_written(state.rows, _row(numbers), state.steps),
         bad=_written(state.bad, looked.bad, state.steps),
@@ -110,12 +116,19 @@ def _scales(planned: Any, foreseen: Any) -> _Scales:
 
 
 def _look(
-    options: Options, flat: Sequence[Any], scales: _Scales, steps: jax.Array
+    options: Options,
+    flat: Sequence[Any],
+    scales: _Scales,
+    steps: jax.Array,
+    *,
+    branch: bool,
 ) -> Survey:
-    looked = survey(flat, scales.inverse, amax=options.measure_amax)
+    looked = survey(flat, scales.inverse, amax=options.measure_amax, branch=branch)
     if "underflow" in options.policy.wants:
         turn = (steps + 1) % _UNDERFLOW_EVERY == 0
-        looked = looked._replace(small=underflow(flat, _SMALL / scales.lowered, turn))
+        looked = looked._replace(
+            small=underflow(flat, _SMALL / scales.lowered, turn, branch=branch)
+        )
     return agreed(looked, options.axes)
 
 
@@ -123,9 +136,18 @@ def _seen(looked: Survey, scales: _Scales) -> Seen:
     amax = looked.amax
     return Seen(
         finite=jnp.logical_not(jnp.any(looked.bad)),
-        amax_log2=None if amax is None else jnp.log2(amax * scales.lowered),
+        amax_log2=None if amax is None else _log2(amax * scales.lowered),
         underflow=looked.small,
     )
+
+
+def _log2(size: jax.Array) -> jax.Array:
+    """Take the logarithm, exactly for powers of two, which XLA's own misses.
+
+    Policies compare it in steps of 1/1024: one below would be another scale.
+    """
+    part, whole = jnp.frexp(size)
+    return (whole - 1).astype(jnp.float32) + jnp.log2(2.0 * part)
 
 
 def _factor(norm: jax.Array, inverse: jax.Array, max_norm: float | None) -> jax.Array:
@@ -147,24 +169,12 @@ def _multiplied(grads: Any, factor: jax.Array) -> Any:
 
 
 def _inner(
-    options: Options, grads: Any, state: LossScaledState, params: Any, extra: Any
+    options: Options, grads: Any, inner: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, Any]:
-    if params is not None and not keeps_masters(state.inner):
+    if params is not None and not keeps_masters(inner):
         params = leaves.widened(params)
-    updates, inner = options.inner.update(grads, state.inner, params, **extra)
-    return updates, inner
-
-
-def _where(applied: jax.Array, after: Any, before: Any) -> Any:
-    def select(a: jax.Array, b: jax.Array) -> jax.Array:
-        placed = getattr(jax.typeof(a), "sharding", None)
-        if placed != getattr(jax.typeof(b), "sharding", None):
-            # On a mesh with explicit axes a fresh state may lie otherwise than what
-            # the first update makes of it.
-            b = jax.sharding.reshard(b, placed)  # type: ignore[no-untyped-call]
-        return jnp.where(applied, a, b)
-
-    return jax.tree.map(select, after, before)
+    updates, after = options.inner.update(grads, inner, params, **extra)
+    return updates, after
 
 
 def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from buoy._core.formats import FLOAT32_MAX
-from buoy.jax.agree import largest, manual_axes, total
+from buoy.jax.agree import largest, total
 from buoy.jax.leaves import is_narrow, real_of
 
 __all__ = ["Survey", "agreed", "survey", "underflow"]
@@ -32,19 +32,15 @@ def survey(
     inverse: jax.Array,
     *,
     amax: bool,
-    branch: bool | None = None,
+    branch: bool,
 ) -> Survey:
     """Look at every gradient once; `inverse` is 1 / scale.
 
-    With `branch` the second look is taken only where it is needed.  Accelerators
-    would have to ask the host for that, and read a gradient once for all its
-    reductions: there, and where devices see different parts, it is always taken.
+    With `branch` the second look is taken only where it is needed.
     """
     if not leaves:
         zero = jnp.zeros((), jnp.float32)
         return Survey(jnp.zeros((0,), jnp.bool_), zero, zero if amax else None, None)
-    if branch is None:
-        branch = jax.default_backend() == "cpu" and not manual_axes()
     squares = [total(_squares(leaf)) for leaf in leaves]
     norm = jnp.sqrt(sum(squares[1:], start=squares[0]))
     sizes = [_largest(leaf) for leaf in leaves] if amax or not branch else None
@@ -110,11 +106,9 @@ def underflow(
     below: jax.Array,
     turn: jax.Array,
     *,
-    branch: bool | None = None,
+    branch: bool,
 ) -> jax.Array:
     """Tell which share of the nonzero gradients is below, where it is their turn."""
-    if branch is None:
-        branch = jax.default_backend() == "cpu" and not manual_axes()
     nothing = jnp.full((), jnp.nan, jnp.float32)
     if branch:
         share: jax.Array = jax.lax.cond(turn, _share, lambda *_: nothing, leaves, below)

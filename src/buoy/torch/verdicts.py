@@ -13,37 +13,11 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._core.state import Verdict
-from buoy._core.verdicts import HISTORY, judge_losses
+from buoy._core.verdicts import EXPLAINED, HISTORY, judge_losses
 from buoy.torch.gather import parameters_of
 from buoy.torch.masters import masters_of
 
 __all__ = ["EXPLAINED", "HISTORY", "judge", "poisoned"]
-
-EXPLAINED = {
-    Verdict.APPLIED: "applied",
-    Verdict.SCALE_TOO_HIGH: "the scale was too high: normal, it falls by itself",
-    Verdict.FORWARD_NONFINITE: (
-        "the loss was inf or NaN before it was scaled: no scale can cure that; look at "
-        "the inputs, the labels and the module that first turns non-finite"
-    ),
-    Verdict.POISONED: (
-        "weights or optimizer state are already inf or NaN: go back to a checkpoint"
-    ),
-    Verdict.STALE_GRADS: (
-        "the non-finite gradients of an earlier step were never cleared: call "
-        "`optimizer.zero_grad()` in every iteration, also after a skipped step"
-    ),
-    Verdict.BAD_BATCH: (
-        "this batch's loss stands far out of the others: look at its data"
-    ),
-    Verdict.DIVERGENCE: (
-        "the loss has been climbing for several steps: lower the learning rate or clip"
-    ),
-    Verdict.SPIKE: (
-        "the gradient norm stood far out of its usual range: the spike guard acted"
-    ),
-    Verdict.NO_GRADS: "no parameter had a gradient",
-}
 
 
 def judge(

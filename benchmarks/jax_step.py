@@ -1,0 +1,226 @@
+"""What a JAX step costs with Buoy, as ratios to flax's DynamicScale and to jmp.
+
+    python benchmarks/jax_step.py [--rounds N] [--width N] [--layers N] [--batch N]
+
+The same network in FP16, the same AdamW, the same clipping, each step as its own
+documentation writes it.  Every figure is the median over rounds of the ratio of two
+measurements taken back to back, in time spent on the CPU, so that neighbours on the
+machine do not count.  Compile time is tracing, XLA and the first step together.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import buoy.jax
+
+MAX_NORM = 1.0
+Step = Callable[[Any, jax.Array], Any]
+
+
+def network(width: int, layers: int) -> dict[str, jax.Array]:
+    """Make the parameters of a plain deep network."""
+    keys = jax.random.split(jax.random.key(0), layers)
+    return {
+        f"w{i}": jax.random.normal(key, (width, width)) / width**0.5
+        for i, key in enumerate(keys)
+    } | {f"b{i}": jnp.zeros(width) for i in range(layers)}
+
+
+def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Compute in FP16, and the loss in float32."""
+    half = buoy.jax.cast(params, "float16")
+    out = x.astype(jnp.float16)
+    for i in range(len(params) // 2):
+        out = jnp.tanh(out @ half[f"w{i}"] + half[f"b{i}"])
+    return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+
+def with_buoy(params: Any, policy: str) -> tuple[Any, Step]:
+    """Ours."""
+    tx = buoy.jax.loss_scaled(optax.adamw(1e-4), policy, max_norm=MAX_NORM)
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        params, state = carry
+        loss, grads = buoy.jax.value_and_grad(loss_fn)(state, params, x)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return (optax.apply_updates(params, updates), state), loss
+
+    return (params, tx.init(params)), step
+
+
+def clipped_adamw() -> optax.GradientTransformation:
+    """Clip by the global norm, then AdamW."""
+    return optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(1e-4))
+
+
+def with_flax(params: Any) -> tuple[Any, Step]:
+    """As flax's examples do: update, then select."""
+    tx = clipped_adamw()
+    scaler = DynamicScale(
+        fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(2.0**10)
+    )
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        params, state, scaler = carry
+        grad_fn = scaler.value_and_grad(loss_fn)
+        scaler, finite, loss, grads = grad_fn(params, x)
+        updates, new_state = tx.update(grads, state, params)
+        new_params = optax.apply_updates(params, updates)
+        select = lambda a, b: jax.tree.map(  # noqa: E731
+            lambda x, y: jnp.where(finite, x, y), a, b
+        )
+        kept = (select(new_params, params), select(new_state, state), scaler)
+        return kept, loss
+
+    return (params, tx.init(params), scaler), step
+
+
+def with_jmp(params: Any) -> tuple[Any, Step]:
+    """As jmp's README does."""
+    tx = clipped_adamw()
+    scaler = jmp.DynamicLossScale(jnp.float32(2.0**10))
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        params, state, scaler = carry
+        loss, grads = jax.value_and_grad(
+            lambda params: scaler.scale(loss_fn(params, x))
+        )(params)
+        grads = scaler.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_state = tx.update(grads, state, params)
+        new_params = optax.apply_updates(params, updates)
+        kept = jmp.select_tree(finite, (new_params, new_state), (params, state))
+        return (*kept, scaler.adjust(finite)), scaler.unscale(loss)
+
+    return (params, tx.init(params), scaler), step
+
+
+def without(params: Any) -> tuple[Any, Step]:
+    """No scaling and no check at all."""
+    tx = clipped_adamw()
+
+    def step(carry: Any, x: jax.Array) -> Any:
+        params, state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    return (params, tx.init(params)), step
+
+
+WAYS: dict[str, Callable[[Any], tuple[Any, Step]]] = {
+    "buoy headroom": lambda params: with_buoy(params, "headroom"),
+    "buoy backoff": lambda params: with_buoy(params, "backoff"),
+    "flax": with_flax,
+    "jmp": with_jmp,
+    "unscaled": without,
+}
+
+
+def compile_times(params: Any, x: jax.Array, rounds: int) -> dict[str, list[float]]:
+    """Trace and compile each way anew, in turns; seconds on the CPU's clock."""
+    took: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, make in WAYS.items():
+            carry, step = make(params)
+            jax.clear_caches()
+            start = time.process_time()
+            # Not `.lower().compile()`: jmp's class cannot be lowered.
+            jax.block_until_ready(jax.jit(step)(carry, x))
+            took[name].append(time.process_time() - start)
+    return took
+
+
+def step_times(params: Any, x: jax.Array, rounds: int) -> dict[str, list[float]]:
+    """Run each way in turns, a step at a time."""
+    held, steps = {}, {}
+    for name, make in WAYS.items():
+        carry, step = make(params)
+        steps[name] = jax.jit(step, donate_argnums=0)
+        held[name], _ = steps[name](jax.tree.map(jnp.copy, carry), x)
+    took: dict[str, list[float]] = {name: [] for name in WAYS}
+    names = list(WAYS)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            start = time.process_time()
+            held[name], loss = steps[name](held[name], x)
+            jax.block_until_ready((held[name], loss))
+            took[name].append(time.process_time() - start)
+    return took
+
+
+def ratio(took: dict[str, list[float]], ours: str, others: list[str]) -> float:
+    """Return the median ratio to the fastest of the others (by its median)."""
+    best = min(others, key=lambda name: statistics.median(took[name]))
+    pairs = zip(took[ours], took[best], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def line(what: str, share: float, budget: float | None = None) -> None:
+    """Print one figure, its budget, and whether it holds."""
+    if budget is None:
+        print(f"{what:52s} {share:5.2f}")
+        return
+    held = "holds" if round(share, 2) <= budget else "DOES NOT HOLD"
+    print(f"{what:52s} {share:5.2f}  budget {budget:4.2f}  {held}")
+
+
+def transfers(params: Any, x: jax.Array) -> dict[str, int]:
+    """Count the instructions of each program that reach for the host."""
+    words = ("infeed", "outfeed", "callback", "send(", "recv(")
+    found = {}
+    for name, make in WAYS.items():
+        carry, step = make(params)
+        if name != "jmp":  # cannot be lowered
+            program = jax.jit(step).lower(carry, x).compile().as_text()
+            found[name] = sum(program.count(word) for word in words)
+    return found
+
+
+def main() -> None:
+    """Measure everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--compile-rounds", type=int, default=7)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=32)
+    chosen = parser.parse_args()
+    params = network(chosen.width, chosen.layers)
+    x = jax.random.normal(jax.random.key(1), (chosen.batch, chosen.width))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(f"jax {jax.__version__}, {jax.default_backend()}, {count:,} parameters")
+
+    took = step_times(params, x, chosen.rounds)
+    for name, times in took.items():
+        print(f"  {name:14s} {statistics.median(times) * 1e3:8.2f} ms a step")
+    for ours in ("buoy headroom", "buoy backoff"):
+        line(f"{ours}: step / faster of flax and jmp",
+             ratio(took, ours, ["flax", "jmp"]), 1.0)  # fmt: skip
+        line(
+            f"{ours}: step / no scaling, with clipping", ratio(took, ours, ["unscaled"])
+        )
+    built = compile_times(params, x, chosen.compile_rounds)
+    for name, times in built.items():
+        print(f"  {name:14s} {statistics.median(times):8.2f} s to compile")
+    for ours in ("buoy headroom", "buoy backoff"):
+        line(f"{ours}: compile / faster of flax and jmp",
+             ratio(built, ours, ["flax", "jmp"]), 1.2)  # fmt: skip
+    reach = transfers(params, x)
+    print("instructions that reach for the host:", reach)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Feed a recorder from outside of `jit`, without waiting for a device.
+
+The last steps are in the state already.  Every so many steps they are copied, and read
+only when the next copy is due: by then they have long arrived.
+"""
+
+import time
+import warnings
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from buoy._core.verdicts import EXPLAINED
+from buoy.jax.errors import BuoyWarning, OptionError
+from buoy.jax.find import find, scale_of
+from buoy.jax.leaves import names_of
+from buoy.jax.state import LossScaledState
+from buoy.jax.step import Happened, happened
+from buoy.trace.counts import Counts
+
+__all__ = ["Feed"]
+
+_EVERY = 16  # steps
+_PATIENCE = 16  # skipped in a row before it is said aloud
+
+
+class Records(Protocol):
+    """What `buoy.trace.Recorder` is to us."""
+
+    def step(self, *, scale: float, applied: bool, **facts: Any) -> None:
+        """Take one step's row."""
+
+
+class Feed:
+    """Tell a `buoy.trace.Recorder` of every step, every `every` steps.
+
+    Call it with the optimizer's state after each step, outside of `jit`.  On several
+    hosts, on one of them.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> import buoy.trace
+        >>> from buoy.jax import loss_scaled
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> tx = loss_scaled(optax.sgd(0.1))
+        >>> state = tx.init(jnp.ones(2))
+        >>> with buoy.trace.Recorder(folder.name + "/run.buoy") as recorder:
+        ...     feed = Feed(recorder)
+        ...     for i in range(3):
+        ...         _, state = tx.update(jnp.ones(2), state, value=jnp.array(0.5))
+        ...         feed(state)
+        >>> [row.loss for row in buoy.trace.load(recorder.path).rows]
+        [0.5, 0.5, 0.5]
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, recorder: Records, *, every: int = _EVERY) -> None:
+        if type(every) is not int or every < 1:
+            message = f"`every` must be a whole number of steps, got {every!r}."
+            raise OptionError(message)
+        self.every = every
+        self.lost = 0  # steps that nobody asked about before they were overwritten
+        self._recorder = recorder
+        self._calls = 0
+        self._written = -1  # the last step that the recorder has; -1 before any
+        self._latest: LossScaledState | None = None
+        self._copied: LossScaledState | None = None
+        self._since = time.time()
+        self._streak = 0  # steps skipped in a row
+        attach: Any = getattr(recorder, "attach", None)
+        if attach is not None:
+            attach(self.flush)
+
+    def __call__(self, opt_state: Any) -> None:
+        """Note the state after a step."""
+        state = find(opt_state)
+        if self._calls == 0:
+            self._begin(state)
+        self._calls += 1
+        self._latest = state
+        if self._calls % self.every == 0:
+            self._write(self._copied)
+            self._copied = _copy(state)
+
+    def gradients(self, opt_state: Any, grads: Any) -> None:
+        """Record the exponents of these scaled gradients, e.g. every hundred steps.
+
+        `opt_state` is the one that they were computed with: its scale is theirs.
+        """
+        step = int(find(opt_state).steps)
+        counted = jax.device_get(_exponents(jax.tree.leaves(grads)))
+        sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
+        tensors = {
+            name: Counts.of_exponents(bins.tolist(), size)
+            for name, bins, size in zip(names_of(grads), counted, sizes, strict=True)
+        }
+        recorder: Any = self._recorder
+        recorder.histograms(step, float(scale_of(opt_state)), tensors)
+
+    def flush(self) -> None:
+        """Write what is still held; this waits for the last step."""
+        latest, self._latest = self._latest, None
+        if latest is not None and not latest.rows.is_deleted():
+            self._write(latest)
+        else:
+            self._write(self._copied)
+        self._copied = None
+
+    def _begin(self, state: LossScaledState) -> None:
+        if self.every > len(state.rows):
+            message = (
+                f"`every` is {self.every}, and the state remembers {len(state.rows)} "
+                "steps: the others would be lost. Pass a smaller `every`, or a larger "
+                "`history` to `loss_scaled`."
+            )
+            raise OptionError(message)
+        describe = getattr(self._recorder, "describe", None)
+        if describe is not None:
+            describe(
+                jax=jax.__version__,
+                device=jax.default_backend(),
+                rank=jax.process_index(),
+                world=jax.process_count(),
+                policy=type(state.plan.policy).__name__,
+            )
+
+    def _write(self, state: LossScaledState | None) -> None:
+        if state is None:
+            return
+        rows = [row for row in happened(state) if row.step > self._written]
+        if not rows:
+            return
+        if self._written >= 0:
+            self.lost += rows[0].step - self._written - 1
+        now = time.time()
+        for i, row in enumerate(rows, 1):
+            share = i / len(rows)
+            self._put(row, self._since + share * (now - self._since))
+        self._since, self._written = now, rows[-1].step
+        self._alarm(rows)
+
+    def _put(self, row: Happened, at: float) -> None:
+        self._recorder.step(
+            scale=row.scale,
+            applied=row.applied,
+            step=row.step,
+            verdict=row.verdict,
+            norm=row.norm,
+            amax=row.amax,
+            loss=row.loss,
+            offenders=row.offenders,
+            time=at,
+        )
+
+    def _alarm(self, rows: list[Happened]) -> None:
+        for row in rows:
+            self._streak = 0 if row.applied else self._streak + 1
+            if self._streak == _PATIENCE:
+                warnings.warn(
+                    f"Training is stuck: {_PATIENCE} steps in a row were skipped, the "
+                    f"last is {row.step} at scale {row.scale:g}, with "
+                    f"`{(row.offenders or ('?',))[0]}` not finite: "
+                    f"{EXPLAINED[row.verdict]}.",
+                    BuoyWarning,
+                    stacklevel=4,
+                )
+
+
+@jax.jit
+def _duplicate(arrays: Any) -> Any:
+    return jax.tree.map(jnp.copy, arrays)
+
+
+def _copy(state: LossScaledState) -> LossScaledState:
+    """Copy the rings, which the next step may overwrite, and send them to the host."""
+    steps, rows, bad = _duplicate((state.steps, state.rows, state.bad))
+    for array in (steps, rows, bad):
+        array.copy_to_host_async()
+    return LossScaledState(None, None, steps, rows, bad, state.plan)
+
+
+@jax.jit
+def _exponents(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Count float32's exponent fields in each leaf."""
+    found = []
+    for leaf in leaves:
+        word = jax.lax.bitcast_convert_type(
+            jnp.abs(leaf).astype(jnp.float32), jnp.int32
+        )
+        found.append(jnp.bincount(jnp.ravel(word >> 23), length=256))
+    return found

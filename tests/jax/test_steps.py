@@ -1,0 +1,135 @@
+"""What became of a step: applied or not, why, how large, and whose fault."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import buoy
+from buoy.jax import applied_of, last_step, loss_scaled
+from tests.jax.nets import batch_of, params_of, stepper
+
+TX = loss_scaled(optax.adam(1e-2), "backoff", history=16, measure_amax=True)
+UPDATE = jax.jit(TX.update)
+PARAMS = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+FINE = jax.tree.map(jnp.ones_like, PARAMS)
+BAD = {"a": jnp.ones(2), "b": {"c": jnp.array([1.0, jnp.nan, 1.0])}}
+
+
+def after(losses, bad_from=None):
+    """Take a step for each loss; those from `bad_from` on overflow."""
+    state = TX.init(PARAMS)
+    for i, loss in enumerate(losses):
+        grads = BAD if bad_from is not None and i >= bad_from else FINE
+        _, state = UPDATE(grads, state, PARAMS, value=jnp.float32(loss))
+    return state
+
+
+def test_an_applied_step_tells_its_numbers():
+    """Norm and largest gradient are unscaled; everything is a plain number."""
+    step = last_step(after([0.5]))
+
+    assert (True, False) == (step.applied, step.skipped)
+    assert buoy.Verdict.APPLIED is step.verdict
+    assert (65536.0, 65536.0) == (step.scale, step.next_scale)
+    assert step.norm == pytest.approx(5**0.5 / 65536)
+    assert 1 / 65536 == step.amax
+    assert 0.5 == step.loss
+    assert () == step.offenders
+    assert isinstance(step.read(), buoy.Step)
+    assert "APPLIED" in repr(step)
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([1.0, 1.1, 0.9, 1.0, 1.0], "scale_too_high"),
+        ([1.0, 1.1, 0.9, 1.0, np.nan], "forward_nonfinite"),
+        ([1.0, 1.1, 0.9, 1.0, np.inf], "forward_nonfinite"),
+        ([1.0, 1.1, 0.9, 1.0, 50.0], "bad_batch"),
+        ([1.0, 2.0, 4.0, 8.0, 16.0], "divergence"),
+        ([1.0] * 12 + [1.0, 1.1, 0.9, 1.0] * 3 + [50.0], "bad_batch"),  # a full ring
+    ],
+)
+def test_verdicts_from_the_losses(losses, verdict):
+    """The rules are those of every front end."""
+    step = last_step(after(losses, bad_from=len(losses) - 1))
+
+    assert verdict == step.verdict
+    assert ("b.c",) == step.offenders
+    assert step.skipped
+
+
+def test_without_a_loss_the_scale_is_to_blame():
+    state = TX.init(PARAMS)
+    _, state = UPDATE(BAD, state, PARAMS)
+
+    assert last_step(state).loss is None
+    assert "scale_too_high" == last_step(state).verdict
+
+
+def test_poisoned_weights_and_states_are_named():
+    """Weights are looked at where they are given; the inner state always."""
+    state = after([1.0, 1.0], bad_from=1)
+    poisoned = {**PARAMS, "a": jnp.array([1.0, jnp.inf])}
+    assert "scale_too_high" == last_step(state, PARAMS).verdict
+    assert "poisoned" == last_step(state, poisoned).verdict
+
+    state = TX.init(PARAMS)
+    inner = jax.tree.map(
+        lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, state.inner
+    )
+    _, state = UPDATE(BAD, dataclasses.replace(state, inner=inner), PARAMS)
+    assert "poisoned" == last_step(state).verdict
+
+
+def test_every_gradient_is_attributed_by_its_path():
+    """Overflow injected into each leaf in turn is found in that leaf."""
+    params = params_of()
+    tx = loss_scaled(optax.sgd(0.1), "backoff")
+    update = jax.jit(tx.update)
+    flat, shape = jax.tree.flatten(params)
+    names = ["first.b", "first.w", "last.w"]
+    for i, name in enumerate(names):
+        grads = list(flat)
+        grads[i] = grads[i].at[0].set(jnp.inf)
+        _, state = update(shape.unflatten(grads), tx.init(params), params)
+        assert (name,) == last_step(state).offenders
+
+
+def test_what_must_not_move_on_skips_is_gated_under_jit():
+    """An average of the weights follows applied steps only."""
+    tx = loss_scaled(optax.sgd(0.1), "backoff")
+    step = stepper(tx)
+
+    @jax.jit
+    def averaged(params, state, mean, x):
+        params, state, _ = step(params, state, x)
+        moved = optax.incremental_update(params, mean, 0.5)
+        keep = applied_of(state)
+        mean = jax.tree.map(lambda a, b: jnp.where(keep, a, b), moved, mean)
+        return params, state, mean
+
+    params = mean = params_of()
+    state = tx.init(params)
+    params, state, mean = averaged(params, state, mean, batch_of(0))
+    before = mean
+    params, state, mean = averaged(params, state, mean, batch_of(1) * jnp.nan)
+
+    assert "forward_nonfinite" == last_step(state).verdict
+    np.testing.assert_array_equal(before["last"]["w"], mean["last"]["w"])
+
+
+def test_a_policy_that_gives_up_says_so():
+    """Presets that stop at their floor flag it; nothing raises inside jit."""
+    quirks = buoy.Quirks(stop_at_floor=True)
+    policy = buoy.Backoff(init_scale=2.0, min_scale=1.0, quirks=quirks)
+    tx = loss_scaled(optax.sgd(0.1), policy)
+    update = jax.jit(tx.update)
+    _, state = update(BAD, tx.init(PARAMS), PARAMS)
+    assert not last_step(state).collapsed
+    _, state = update(BAD, state, PARAMS)
+    assert last_step(state).collapsed
