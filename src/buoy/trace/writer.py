@@ -25,6 +25,7 @@ __all__ = ["Batch", "Sink", "Snapshot", "Writer"]
 
 _PAUSE = 0.2  # seconds between two commits: what a `kill -9` may cost
 _PATIENCE = 10.0  # seconds that closing waits for a slow disk
+_PATIENCE_WITH_SINKS = 60.0  # and for a dashboard
 _MOST_SNAPSHOTS = 64
 
 Tensors = Mapping[str, Counts] | Callable[[], Mapping[str, Counts]]
@@ -96,25 +97,29 @@ class Writer:
         if len(self.snapshots) < _MOST_SNAPSHOTS:
             self.snapshots.append(snapshot)
 
-    def flush(self, patience: float = _PATIENCE) -> bool:
+    @property
+    def _patience(self) -> float:
+        return _PATIENCE_WITH_SINKS if self._sinks else _PATIENCE
+
+    def flush(self) -> bool:
         """Wait until what was put so far is written; say whether it is."""
         if self._process != os.getpid() or not self._thread.is_alive():
             return False
         done = threading.Event()
         self._flushed.append(done)
         self._wake.set()
-        return done.wait(patience)
+        return done.wait(self._patience)
 
-    def close(self, patience: float = _PATIENCE) -> None:
+    def close(self) -> None:
         """Write what is waiting, and end; a second time does nothing."""
         if self._done or self._process != os.getpid():
             return
         self._done = True
         self._wake.set()
-        self._thread.join(patience)
+        self._thread.join(self._patience)
         if self._thread.is_alive():
             self.news.append(
-                f"the disk is too slow: {len(self.rows)} rows or more are not written"
+                "the disk or a sink is too slow: not everything is written"
             )
 
     # -- in the thread --------------------------------------------------------------
