@@ -26,7 +26,7 @@ COMMANDS = (
     ["tune", "synthetic:spikes:steps=200"],
 )
 
-COMMAND_NAMES = ["demo", "formats", "policies", "replay", "report", "tune"]
+COMMAND_NAMES = ["demo", "formats", "policies", "replay", "report", "tune", "watch"]
 
 with_click = pytest.mark.skipif(
     not (find_spec("click") and find_spec("rich")), reason="the extra `cli` is missing"

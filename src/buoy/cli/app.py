@@ -14,6 +14,7 @@ from buoy.cli.replay import replay
 from buoy.cli.report import report
 from buoy.cli.run import run as run_script
 from buoy.cli.tune import tune
+from buoy.cli.watch import watch
 
 __all__ = ["app", "run"]
 
@@ -37,7 +38,11 @@ def app() -> None:
     """
 
 
-for command in (demo, doctor, formats, policies, replay, report, run_script, tune):
+COMMANDS = (
+    demo, doctor, formats, policies, replay, report, run_script, tune, watch,
+)  # fmt: skip
+
+for command in COMMANDS:
     app.add_command(command)
 
 

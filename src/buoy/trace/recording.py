@@ -72,8 +72,13 @@ class Recording:
         return _max_log2(self.meta)
 
 
-def load(path: str | os.PathLike[str], *, after: int = -1) -> Recording:
-    """Read a recorded run, or raise `TraceError`; `after` leaves earlier steps out.
+def load(
+    path: str | os.PathLike[str], *, after: int = -1, shots_after: int = -1
+) -> Recording:
+    """Read a recorded run, or raise `TraceError`.
+
+    `after` and `shots_after` leave out the rows and the histograms up to a step: who
+    follows a run reads on from there.
 
     Example:
         >>> load("no/such.buoy")
@@ -86,7 +91,7 @@ def load(path: str | os.PathLike[str], *, after: int = -1) -> Recording:
     try:
         with _opened(where) as file:
             _check_schema(where, file)
-            return _contents(where, file, after)
+            return _contents(where, file, after, shots_after)
     except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
         reason = str(error) or "a size in it is beyond all bounds"
         message = f"The trace {where!r} is damaged: {reason}. Record it again."
@@ -164,14 +169,16 @@ def _check_schema(where: str, file: sqlite3.Connection) -> None:
         raise TraceError(message)
 
 
-def _contents(where: str, file: sqlite3.Connection, after: int) -> Recording:
+def _contents(
+    where: str, file: sqlite3.Connection, after: int, shots_after: int
+) -> Recording:
     meta = _meta(where, file)
     tensors = _tensors(where, file)
     return Recording(
         path=where,
         meta=meta,
         rows=_rows(where, file, after, tensors, _max_log2(meta)),
-        shots=_shots(where, file, after, tensors),
+        shots=_shots(where, file, shots_after, tensors),
     )
 
 

@@ -36,14 +36,22 @@ class Store:
         # Several threads may touch it, one after the other: writer, then `close`.
         self._file = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
         self._file.isolation_level = None
-        # Set before anything is written: it is in the header from the first page on.
-        self._file.execute(f"PRAGMA application_id = {APPLICATION}")
-        self._file.execute(f"PRAGMA user_version = {VERSION}")
-        self._file.execute("PRAGMA journal_mode = WAL")
-        self._file.execute("PRAGMA synchronous = NORMAL")
+        try:
+            self._begin()
+        except BaseException:
+            self._file.close()
+            self.path.unlink(missing_ok=True)  # nothing is in it yet
+            raise
+
+    def _begin(self) -> None:
+        """Make the tables at once: whoever reads sees none of it or all."""
         with self._transaction():
+            self._file.execute(f"PRAGMA application_id = {APPLICATION}")
+            self._file.execute(f"PRAGMA user_version = {VERSION}")
             for statement in TABLES.values():
                 self._file.execute(statement)
+        self._file.execute("PRAGMA journal_mode = WAL")
+        self._file.execute("PRAGMA synchronous = NORMAL")
 
     @contextlib.contextmanager
     def _transaction(self) -> Any:

@@ -1,0 +1,118 @@
+"""`buoy watch`: a live view of a running job."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from buoy.cli.render import describe, json_out
+from buoy.cli.spec import FILE, JSON
+
+if TYPE_CHECKING:
+    from buoy.report.watch import Follower
+
+__all__ = ["watch"]
+
+
+@click.command(short_help="Watch a run while it is recorded.")
+@FILE
+@click.option("--once", is_flag=True, help="Show how it stands now, and end.")
+@click.option(
+    "--every",
+    type=click.FloatRange(0.05, 3600.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+@JSON
+def watch(source: str, every: float, *, once: bool, as_json: bool) -> None:
+    """Watch the run that is being recorded in FILE until it ends.
+
+    Waits for the file if it is not there yet.  Without a terminal it prints a line
+    whenever there is something new.
+    """
+    from buoy.report.watch import Follower  # noqa: PLC0415 - only what is used
+
+    follower = Follower(source)
+    if once:
+        follower.look()
+        _show(follower, as_json=as_json, frame=True)
+        return
+    try:
+        _wait(source, every)
+        if as_json or not sys.stdout.isatty():
+            _print_on(follower, every, as_json=as_json)
+        else:
+            _draw_on(follower, every)
+    except KeyboardInterrupt:
+        click.echo("")
+
+
+def _wait(source: str, every: float) -> None:
+    if not Path(source).exists():
+        click.echo(f"Waiting for {source}.", err=True)
+    while not Path(source).exists() or not Path(source).stat().st_size:
+        time.sleep(every)
+
+
+def _print_on(follower: "Follower", every: float, *, as_json: bool) -> None:
+    """Print a line whenever there is something new."""
+    while True:
+        if follower.look():
+            _show(follower, as_json=as_json, frame=False)
+        if follower.recording is not None and follower.recording.ended:
+            return
+        time.sleep(every)
+
+
+def _draw_on(follower: "Follower", every: float) -> None:
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+    from rich.live import Live  # noqa: PLC0415
+
+    from buoy.report.watch import view  # noqa: PLC0415
+
+    console = Console()
+    blocks = _has_blocks(console.encoding)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            follower.look()
+            live.update(view(follower, blocks=blocks), refresh=True)
+            if follower.recording is not None and follower.recording.ended:
+                return
+            time.sleep(every)
+
+
+def _show(follower: "Follower", *, as_json: bool, frame: bool) -> None:
+    from buoy.report.watch import line, view  # noqa: PLC0415
+
+    if as_json:
+        json_out(_as_dict(follower))
+    elif frame:
+        from rich.console import Console  # noqa: PLC0415
+
+        console = Console(highlight=False)
+        console.print(view(follower, blocks=_has_blocks(console.encoding)))
+    else:
+        click.echo(line(follower))
+
+
+def _as_dict(follower: "Follower") -> dict[str, Any]:
+    from buoy.report.words import summary  # noqa: PLC0415
+
+    found = follower.facts()
+    said = summary(found)
+    facts = describe(found)
+    del facts["type"]
+    facts["layers"] = facts["layers"][:6]
+    return {"level": said.level, "headline": said.headline, **facts}
+
+
+def _has_blocks(encoding: str) -> bool:
+    try:
+        "\u2588".encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
