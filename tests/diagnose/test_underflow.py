@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformer import Transformer, batch, loss_of
 
-from buoy.diagnose import estimate_underflow
+from buoy.diagnose import estimate_run, estimate_underflow
 from buoy.torch import GradScaler
 from buoy.torch.errors import OptionError
 from buoy.torch.exponents import exponents
-from buoy.trace import Counts
+from buoy.trace import Counts, Recording, load
 
 
 def lognormal(mu, sigma, size, natural=0.0, seed=0):
@@ -63,6 +63,33 @@ def test_gradients_that_never_were_in_fp16_lose_nothing():
     seen = Counts.of_exponents(exponents([grads])[0].tolist(), 5000)
 
     assert 0.0 == estimate_underflow(seen).zero
+
+
+def test_a_recorded_run_tells_what_the_shadow_measures(tmp_path):
+    """From its last histograms, per parameter; a run without any tells nothing."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "run.buoy"
+    scaler = GradScaler("cpu", init_scale=1.0, model=model, trace=path)
+    x = torch.randn(8, 64)
+
+    def loss():
+        with torch.autocast("cpu", torch.float16):
+            return 1e-5 * model(x).float().square().mean()
+
+    exact = scaler.measure_underflow(loss)
+    scaler.scale(loss()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.trace.close()
+    told = estimate_run(load(path))
+
+    assert set(exact.parameters) == set(told.parameters)
+    assert exact.zero > 0.1
+    for name in ("0.weight", "2.weight"):
+        share = told.parameters[name].zero
+        assert exact.parameters[name].zero == pytest.approx(share, abs=0.01)
+    assert estimate_run(Recording("empty.buoy")) is None
 
 
 def test_nothing_left_is_all_lost():

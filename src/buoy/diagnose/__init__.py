@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from buoy.diagnose.attribute import first_nonfinite
     from buoy.diagnose.culprit import Culprit
     from buoy.diagnose.doctor import Doctor, Examined, Finding, examine
-    from buoy.diagnose.estimate import Share, estimate_underflow
+    from buoy.diagnose.estimate import estimate_run, estimate_underflow
     from buoy.diagnose.rehearse import rng_state
     from buoy.diagnose.save import SavedBatch, load_batch, save_batch
+    from buoy.diagnose.shares import Share, Underflow
     from buoy.diagnose.skips import ExplainSkips
-    from buoy.diagnose.underflow import Underflow
 
 __all__ = [
     "Culprit",
@@ -25,6 +25,7 @@ __all__ = [
     "SavedBatch",
     "Share",
     "Underflow",
+    "estimate_run",
     "estimate_underflow",
     "examine",
     "first_nonfinite",
@@ -37,11 +38,11 @@ _HOMES = {
     "attribute": "first_nonfinite",
     "culprit": "Culprit",
     "doctor": "Doctor Examined Finding examine",
-    "estimate": "Share estimate_underflow",
+    "estimate": "estimate_run estimate_underflow",
     "rehearse": "rng_state",
     "save": "SavedBatch load_batch save_batch",
+    "shares": "Share Underflow",
     "skips": "ExplainSkips",
-    "underflow": "Underflow",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

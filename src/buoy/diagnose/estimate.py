@@ -9,11 +9,12 @@ seen are zeros taken to be natural.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from buoy.diagnose.shares import Share, Underflow, summed
 from buoy.trace.counts import Counts
+from buoy.trace.recording import Recording
 
-__all__ = ["Share", "estimate_underflow"]
+__all__ = ["estimate_run", "estimate_underflow"]
 
 _TINY = -24  # the exponent of FP16's smallest number; half of it rounds to 0
 _NORMAL = -14  # the exponent of its smallest number with all its digits
@@ -21,22 +22,6 @@ _COARSE = 4  # binades below _TINY that averaging over ranks can reach
 _DOUBT = 12.0  # twice the log-likelihood that the simpler reading may lack
 _FEW = 20  # values that tell nothing
 _NEAR, _RARE = 5, 1e-4  # binades above _TINY that are empty where nothing is lost
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How many gradient values there are, and which share of them is lost.
-
-    Shares are of the values that are not zero by nature.
-
-    Example:
-        >>> Share(count=100, zero=0.25, subnormal=0.5).zero
-        0.25
-    """
-
-    count: int
-    zero: float  # became 0
-    subnormal: float  # kept fewer digits than FP16 has
 
 
 def estimate_underflow(seen: Counts) -> Share:
@@ -61,6 +46,25 @@ def estimate_underflow(seen: Counts) -> Share:
     there = visible + lost
     small = sum(seen.counts[: max(_NORMAL - seen.low, 0)])
     return Share(round(there), lost / there, small / there)
+
+
+def estimate_run(run: Recording) -> Underflow | None:
+    """Estimate what FP16 lost at a recorded run's last histograms; None without any.
+
+    Example:
+        >>> from buoy.trace import Shot
+        >>> shot = Shot(7, 2.0, {"w": Counts(low=-3, counts=(40, 80, 40), zeros=30)})
+        >>> told = estimate_run(Recording("run.buoy", shots=[shot]))
+        >>> told.scale, told.parameters["w"].zero
+        (2.0, 0.0)
+    """
+    if not run.shots:
+        return None
+    shot = run.shots[-1]
+    shares: dict[str, dict[str, Share]] = {"weight": {}, "activation": {}}
+    for name, seen in shot.tensors.items():
+        shares[seen.kind][name] = estimate_underflow(seen)
+    return summed(shot.scale, shares["weight"], shares["activation"])
 
 
 def _lost(seen: Counts, visible: int) -> float:

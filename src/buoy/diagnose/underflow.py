@@ -7,64 +7,22 @@ smallest normal number, in the run as it is, is counted.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from buoy.diagnose.estimate import Share
 from buoy.diagnose.hooks import base_of
 from buoy.diagnose.rehearse import StepFn, kept_aside, rehearse
 from buoy.diagnose.shadow import in_full_precision
+from buoy.diagnose.shares import Share, Underflow, summed
 from buoy.torch import GradScaler
 from buoy.torch.errors import OptionError
 
-__all__ = ["Underflow", "measure_underflow"]
+__all__ = ["measure_underflow"]
 
 _NORMAL = 2.0**-14  # FP16's smallest number with all its digits
-
-
-@dataclass(frozen=True, slots=True)
-class Underflow:
-    """What share of the gradient values is lost at a scale, and where.
-
-    `zero` became 0 and `subnormal` lost digits, of the parameters' gradient values that
-    are not 0 in FP32.  `parameters` and `activations` (of the gradients that arrive at
-    each module's output, if asked for) map names to `Share`.
-
-    Example:
-        >>> print(Underflow(1.0, 0.25, 0.5, {"weight": Share(4, 0.25, 0.5)}))
-        At scale 1, 25.00% of the gradient values become 0 and 50.00% lose digits.
-          weight: 25.00% and 50.00%
-    """
-
-    scale: float
-    zero: float
-    subnormal: float
-    parameters: dict[str, Share] = field(default_factory=dict)
-    activations: dict[str, Share] = field(default_factory=dict)
-
-    def worst(self, most: int = 5) -> list[tuple[str, Share]]:
-        """Name the parameters that lose most, worst first."""
-        ranked = sorted(
-            self.parameters.items(),
-            key=lambda item: (-item[1].zero, -item[1].subnormal),
-        )
-        return ranked[:most]
-
-    def __str__(self) -> str:
-        told = (
-            f"At scale {self.scale:g}, {self.zero:.2%} of the gradient values become 0 "
-            f"and {self.subnormal:.2%} lose digits."
-        )
-        worst = [
-            f"\n  {name}: {share.zero:.2%} and {share.subnormal:.2%}"
-            for name, share in self.worst()
-            if share.zero or share.subnormal
-        ]
-        return told + "".join(worst)
 
 
 def measure_underflow(
@@ -97,7 +55,7 @@ def measure_underflow(
     with kept_aside(model), in_full_precision(model), watching:
         _run_in_full(step_fn, used)
         truth.note_parameters()
-    return _summed(used, truth)
+    return summed(used, truth.parameters, truth.activations)
 
 
 def _run_in_full(step_fn: StepFn, scale: float) -> None:
@@ -112,19 +70,6 @@ def _run_in_full(step_fn: StepFn, scale: float) -> None:
             "estimate that a trace holds."
         )
         raise OptionError(message) from error
-
-
-def _summed(scale: float, truth: "_Truth") -> Underflow:
-    total = sum(share.count for share in truth.parameters.values())
-    zero = sum(s.zero * s.count for s in truth.parameters.values())
-    small = sum(s.subnormal * s.count for s in truth.parameters.values())
-    return Underflow(
-        scale,
-        zero / total if total else 0.0,
-        small / total if total else 0.0,
-        truth.parameters,
-        truth.activations,
-    )
 
 
 class _Watcher:

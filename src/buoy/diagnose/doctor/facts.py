@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from buoy.diagnose.estimate import Share
+from buoy.diagnose.shares import Share
 
 __all__ = ["Facts", "OptimizerFacts", "ScalerFacts", "SchedulerFacts"]
 

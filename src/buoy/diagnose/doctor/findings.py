@@ -8,6 +8,7 @@ from buoy.diagnose.doctor.facts import Facts
 __all__ = ["RULES", "Finding", "findings"]
 
 UNDERFLOW = 0.25  # share of a matrix's gradient values that is worth a word
+_SOME = 5  # steps after which a scheduler's rhythm shows
 _ROW = 8  # skips in a row that are no warm-up any more
 
 
@@ -207,6 +208,9 @@ def _floor(facts: Facts) -> Finding | None:
 
 def _underflow(facts: Facts) -> Finding | None:
     bad = {n: s.zero for n, s in facts.underflow.items() if s.zero >= UNDERFLOW}
+    if 2 * len(bad) < len(facts.underflow):
+        # All zeros amid others that are fine: an expert that got nothing to do.
+        bad = {name: zero for name, zero in bad.items() if zero < 1.0}
     if not bad:
         return None
     ranked = sorted(bad, key=lambda name: -bad[name])
@@ -225,7 +229,7 @@ def _underflow(facts: Facts) -> Finding | None:
 def _scheduler(facts: Facts) -> Finding | None:
     for scheduler in facts.schedulers:
         each_step = scheduler.calls >= 0.8 * scheduler.attempts - 1
-        if scheduler.after_skips and each_step:
+        if scheduler.after_skips and each_step and scheduler.attempts >= _SOME:
             return Finding(
                 "scheduler_on_skips",
                 f"`{scheduler.kind}` advances although the step was skipped: "

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from buoy.diagnose.estimate import Share, estimate_underflow
+from buoy.diagnose.estimate import estimate_underflow
+from buoy.diagnose.shares import Share
 from buoy.torch.exponents import exponents
 from buoy.torch.gather import parameters_of
 from buoy.trace.counts import Counts

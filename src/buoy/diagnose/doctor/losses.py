@@ -14,6 +14,7 @@ __all__ = ["Losses"]
 
 _EVERY = 5  # scaled losses between two looks at the gradients
 _GRAPHS = 8  # of scaled losses that are remembered until backward
+_NEAR = 64  # nodes of a graph among which a sum of scaled losses shows itself
 
 
 class Losses:
@@ -53,14 +54,25 @@ class Losses:
         for root in roots:
             if not isinstance(root, torch.Tensor) or root.grad_fn is None:
                 continue
-            if self._graphs.pop(id(root.grad_fn), None) is None:
+            if not self._is_scaled(root.grad_fn):
                 self._unscaled(root)
+
+    def _is_scaled(self, start: Any) -> bool:
+        """Say whether this is a scaled loss, or made of some, and forget those."""
+        queue, seen, found = [start], {id(start)}, False
+        while queue and len(seen) < _NEAR:
+            node = queue.pop(0)
+            if self._graphs.pop(id(node), None) is not None:
+                found = True
+                continue
+            following = [n for n, _ in node.next_functions if n is not None]
+            queue += [n for n in following if id(n) not in seen]
+            seen.update(map(id, following))
+        return found
 
     def _unscaled(self, root: torch.Tensor) -> None:
         reached, dtypes = holes.leaves(root)
         self.marks.reach(reached)
-        if self.marks.any(reached, "scaled"):
-            return  # a sum of losses that were scaled one by one
         self.marks.put(reached, "plain")
         self._check(root)
         _count(self._facts.plain_losses, dtypes)

@@ -1,0 +1,78 @@
+"""How much of the gradients is lost, as numbers and in words."""
+
+from dataclasses import dataclass, field
+
+__all__ = ["Share", "Underflow", "summed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many gradient values there are, and which share of them is lost.
+
+    Shares are of the values that are not zero by nature.
+
+    Example:
+        >>> Share(count=100, zero=0.25, subnormal=0.5).zero
+        0.25
+    """
+
+    count: int
+    zero: float  # became 0
+    subnormal: float  # kept fewer digits than FP16 has
+
+
+@dataclass(frozen=True, slots=True)
+class Underflow:
+    """What share of the gradient values is lost at a scale, and where.
+
+    `zero` became 0 and `subnormal` lost digits, of the parameters' gradient values that
+    are not 0 by nature.  `parameters` and `activations` (of the gradients that arrive
+    at each module's output, if asked for) map names to `Share`.
+
+    Example:
+        >>> print(Underflow(1.0, 0.25, 0.5, {"weight": Share(4, 0.25, 0.5)}))
+        At scale 1, 25.00% of the gradient values become 0 and 50.00% lose digits.
+          weight: 25.00% and 50.00%
+    """
+
+    scale: float
+    zero: float
+    subnormal: float
+    parameters: dict[str, Share] = field(default_factory=dict)
+    activations: dict[str, Share] = field(default_factory=dict)
+
+    def worst(self, most: int = 5) -> list[tuple[str, Share]]:
+        """Name the parameters that lose most, worst first."""
+        ranked = sorted(
+            self.parameters.items(),
+            key=lambda item: (-item[1].zero, -item[1].subnormal),
+        )
+        return ranked[:most]
+
+    def __str__(self) -> str:
+        told = (
+            f"At scale {self.scale:g}, {self.zero:.2%} of the gradient values become 0 "
+            f"and {self.subnormal:.2%} lose digits."
+        )
+        worst = [
+            f"\n  {name}: {share.zero:.2%} and {share.subnormal:.2%}"
+            for name, share in self.worst()
+            if share.zero or share.subnormal
+        ]
+        return told + "".join(worst)
+
+
+def summed(
+    scale: float, parameters: dict[str, Share], activations: dict[str, Share]
+) -> Underflow:
+    """Add up what each parameter lost."""
+    total = sum(share.count for share in parameters.values())
+    zero = sum(share.zero * share.count for share in parameters.values())
+    small = sum(share.subnormal * share.count for share in parameters.values())
+    return Underflow(
+        scale,
+        zero / total if total else 0.0,
+        small / total if total else 0.0,
+        parameters,
+        activations,
+    )
