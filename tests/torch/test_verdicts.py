@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
 
-from buoy import Verdict
+from buoy import NoScaling, Verdict
 from buoy.torch import GradScaler, NoGradientsError
 
 KINDS = pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
@@ -177,3 +177,86 @@ def test_a_clean_run_says_nothing(caplog):
     with caplog.at_level(logging.DEBUG, "buoy"):
         started("adamw")
     assert caplog.records == []
+
+
+def test_a_kept_report_is_judged_even_after_its_scaler_is_gone():
+    """From its own losses: with no others to compare with, no batch is blamed."""
+    for factor, expected in (
+        (1.0, "scale_too_high"),
+        (float("nan"), "forward_nonfinite"),
+    ):
+        model = net()
+        optimizer = OPTIMIZERS["fused adamw"](model.parameters())
+        scaler = GradScaler("cpu")
+        scaler.scale(loss_of(model, 0) * factor).backward()
+        spoil(model, "inf")
+        scaler.step(optimizer)
+        kept = scaler.last_step
+        del scaler
+        assert kept.verdict == expected
+
+
+ODD = {
+    "fp8": lambda x: x.to(torch.float8_e4m3fn),
+    "complex": lambda x: x.to(torch.complex64),
+    "sparse": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("spoilt", [None, *ODD])
+def test_state_of_any_kind_is_looked_at(spoilt):
+    """A diagnosis never ends the training, and finds the poison in each of them."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    train(scaler, model, optimizer, ["ok"])
+    held = {"count": 3, "meta": torch.zeros(2, device="meta")}
+    for name, make in ODD.items():
+        held[name] = make(torch.full((2, 2), torch.nan if name == spoilt else 1.0))
+    optimizer.state[model[0].weight] = held
+    train(scaler, model, optimizer, ["inf"])
+    expected = Verdict.SCALE_TOO_HIGH if spoilt is None else Verdict.POISONED
+    assert scaler.last_step.verdict is expected
+
+
+def test_state_that_is_no_dict_is_left_alone():
+    """A wrapper may call anything its `state`."""
+    model = net()
+
+    class Wrapper:
+        state = "ready"
+
+        def __init__(self, optimizer):
+            self.param_groups, self.step = optimizer.param_groups, optimizer.step
+
+    scaler = GradScaler("cpu")
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(model, "inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.verdict is Verdict.SCALE_TOO_HIGH
+
+
+def test_weights_are_looked_at_once_per_episode(monkeypatch):
+    """While nothing is applied nothing can have been poisoned; then it can again."""
+    from buoy.torch import verdicts
+
+    looks = []
+    look = verdicts.poisoned
+    monkeypatch.setattr(verdicts, "poisoned", lambda o: looks.append(1) or look(o))
+    scaler, model, optimizer = started("adamw")
+    train(scaler, model, optimizer, ["inf"] * 5)
+    assert len(looks) == 1
+    train(scaler, model, optimizer, ["ok"])
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    train(scaler, model, optimizer, ["ok"] * 2)
+    assert scaler.last_step.verdict is Verdict.POISONED
+
+
+def test_the_policy_of_a_scaler_that_is_off():
+    """None is needed, and that is a policy."""
+    assert GradScaler("cpu", enabled=False).policy == NoScaling()

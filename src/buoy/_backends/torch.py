@@ -22,6 +22,7 @@ __all__ = [
     "kernel_works",
     "lift",
     "local",
+    "magnitude",
     "multiply_",
     "nonfinite",
     "norms",
@@ -93,7 +94,7 @@ def lift(
 ) -> torch.Tensor:
     """Turn a plain number into a 0-d tensor of the width that states use."""
     if isinstance(value, bool):
-        return torch.tensor(value, device=device)
+        return torch.tensor(value, dtype=torch.bool, device=device)
     if isinstance(value, int):
         return torch.tensor(value, dtype=torch.int32, device=device)
     return torch.tensor(value, dtype=_DTYPES[precision], device=device)
@@ -155,12 +156,12 @@ def any_nonfinite(grads: Grads) -> torch.Tensor:
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> bool:
-    quarter = torch.full((), 0.25, device=device)
+    quarter = torch.full((), 0.25, dtype=torch.float32, device=device)
     for bad in (None, math.inf, -math.inf, math.nan):
         start = [4.0, -2.0, 0.5, 1.0] if bad is None else [4.0, -2.0, 0.5, bad]
-        vector = torch.tensor(start * 5, device=device).to(dtype)
+        vector = torch.tensor(start * 5, dtype=dtype, device=device)
         wanted = vector.float() * 0.25
-        found = torch.zeros((), device=device)
+        found = torch.zeros_like(quarter)
         torch._amp_foreach_non_finite_check_and_unscale_([vector], found, quarter)
         right = torch.equal(vector.float()[:3], wanted[:3])
         if not right or found.item() != (0.0 if bad is None else 1.0):
@@ -210,7 +211,7 @@ def norms(grads: Grads, order: float) -> Grads:
 
 def _largest(grad: torch.Tensor) -> torch.Tensor:
     if grad.numel() == 0:
-        return torch.zeros((), device=grad.device)
+        return torch.zeros((), dtype=torch.float32, device=grad.device)
     low, high = torch.aminmax(grad)
     return torch.maximum(-low, high).to(torch.promote_types(grad.dtype, torch.float32))
 
@@ -218,6 +219,19 @@ def _largest(grad: torch.Tensor) -> torch.Tensor:
 def amax(grads: Grads) -> torch.Tensor:
     """Find the largest magnitude on this rank; inf and NaN win.  float32 []."""
     return torch.stack(norms([local(g) for g in grads], math.inf)).max().float()
+
+
+def magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """Find one tensor's largest magnitude, of any floating dtype and any layout.
+
+    To see whether all elements are finite this is many times quicker than `isfinite`.
+    """
+    part = local(tensor.detach())
+    if part.layout is not torch.strided:
+        part = part._values() if part.is_sparse else part.values()  # noqa: SLF001
+    if part.is_complex():
+        part = torch.view_as_real(part)
+    return _largest(part.float() if part.itemsize == 1 else part)  # FP8 has no aminmax
 
 
 def nonfinite(x: torch.Tensor) -> torch.Tensor:

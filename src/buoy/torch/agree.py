@@ -5,7 +5,6 @@ waits for the answer where the decision is needed.  What must be equal everywher
 sent together with its negative: the maximum of both tells whether it is.
 """
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import distributed as dist
 
 from buoy._backends import torch as backend
 from buoy._core.ops import single
-from buoy.torch import apply, survey, words
+from buoy.torch import aloud, apply, survey, words
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.rule import Classic
 
@@ -53,17 +52,18 @@ def _vector(
     scale, tracker = scaler._check_scale_growth_tracker("step")
     home = scale.device
     flag = apply.combined(found, home)
-    zero = torch.zeros((), device=home)
+    zero = torch.zeros((), dtype=torch.float32, device=home)
+    one = torch.ones_like(zero)
     numbers = torch.stack(
         [
             zero if flag is None else flag.clamp(max=1.0).reshape(()),
             _orderly(record.get("amax", zero)),
             record.get("underflow", zero),
             zero if largest is None else _orderly(largest.to(home).float()),
-            zero if flag is None else torch.ones((), device=home),
-            zero if scaler._assumed else torch.ones((), device=home),
+            zero if flag is None else one,
+            zero if scaler._assumed else one,
             scale.reshape(()),
-            torch.full((), float(scaler._turn % _TURNS), device=home),
+            torch.full_like(zero, scaler._turn % _TURNS),
             tracker.float().reshape(()),
         ]
     )
@@ -110,14 +110,14 @@ def disagreed(scaler: "Contract", record: dict[str, Any]) -> None:
     """
     scale, tracker = scaler._check_scale_growth_tracker("step")
     own = [scale.item(), float(scaler._turn), tracker.item()]
-    table = scaler._ranks.gather(torch.tensor(own, dtype=torch.float64)).tolist()
+    wide = torch.tensor(own, dtype=torch.float64, device="cpu")
+    table = scaler._ranks.gather(wide).tolist()
     error = words.rank_mismatch(scaler._ranks.members(), table)
     if not scaler._heals:
         raise error
-    warnings.warn(
+    aloud.warn(
         f"{error} Healed: this step is skipped, and all go on from the smallest scale.",
         BuoyWarning,
-        stacklevel=4,
     )
     scales, turns, _ = zip(*table, strict=True)
     scaler._healing = (min(scales), int(max(turns)))
@@ -145,7 +145,7 @@ def foresee(scaler: "Contract", loss: torch.Tensor | None) -> torch.Tensor | Non
         return None
     home = scaler._home()
     if loss is None:
-        own = torch.full((), -1.0, device=home)
+        own = torch.full((), -1.0, dtype=torch.float32, device=home)
     else:
         own = _orderly(loss.detach().float().abs().to(home, non_blocking=True))
     agreed = scaler._ranks.largest(own)

@@ -1,13 +1,12 @@
 """Where an update is applied or skipped, in the three ways there are.
 
 * `handed_over`: the optimizer takes `grad_scale` and `found_inf` and decides itself.
-* `asked`: the host asks once whether the gradients were finite, and steps or not.
-* `selected`: nobody asks; the step is computed and, where it must not count, everything
-  that it changed is put back on the device (see `select`).
+* `settled`: the host asks once whether the gradients were finite, and steps or not.
+* `selected_step`, of `select`: nobody asks; the step is computed and, where it must
+  not count, everything that it changed is put back on the device.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from buoy.torch import holes, survey, words
+from buoy.torch import aloud, holes, survey, words
 from buoy.torch.gather import gather
 from buoy.torch.masters import masters_of
 from buoy.torch.select import selected_step
@@ -184,14 +183,13 @@ def _plugged(
 def _passed_itself(
     scaler: "Contract", optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    warnings.warn(
+    aloud.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the "
         "passed optimizer. In the near future GradScaler registers "
         "`grad_scale: Tensor` and "
         "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
         "directly.",
         FutureWarning,
-        stacklevel=5,
     )
     return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
 

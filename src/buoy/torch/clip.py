@@ -194,7 +194,7 @@ class Clipping(Reporting):
     ) -> torch.Tensor:
         """Clip gradients that are unscaled already, by the norm over all ranks."""
         record = self._per_optimizer_states[id(optimizer)]
-        one = torch.ones((), device=self._home())
+        one = torch.ones((), dtype=torch.float32, device=self._home())
         gathered = gather(optimizer)
         seen = survey.measure(gathered, order, one)
         self._settle(record)

@@ -26,9 +26,12 @@ class Levels:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
-        self._level = torch.full((count,), torch.nan, device=device)  # NaN: not known
+        # NaN where none is known.
+        self._level = torch.full(
+            (count,), torch.nan, dtype=torch.float32, device=device
+        )
         self._then: torch.Tensor | None = None  # the scale of the backward pass
-        self._set_exponents(torch.zeros(count, device=device))
+        self._set_exponents(torch.zeros_like(self._level))
         self._clear()
 
     def _clear(self) -> None:
@@ -56,7 +59,7 @@ class Levels:
 
     def passing(self, grad: torch.Tensor, origin: int, target: int) -> torch.Tensor:
         """Rescale a gradient from one block's factor to another's; -1 is outside."""
-        factor = torch.ones((), device=self.factors.device)
+        factor = torch.ones((), dtype=torch.float32, device=self.factors.device)
         if target >= 0:
             factor = self.factors[target]
         if origin >= 0:
@@ -104,7 +107,7 @@ class Levels:
     def _largest(self, sizes: list[list[torch.Tensor]]) -> torch.Tensor:
         """Take the largest of each block's measurements; -1 where there is none."""
         home = self._level.device
-        none = torch.full((), -1.0, device=home)
+        none = torch.full((), -1.0, dtype=torch.float32, device=home)
         rows = [
             torch.stack([one.to(home) for one in some]).max() if some else none
             for some in sizes
@@ -140,7 +143,8 @@ class Levels:
         """Read them back."""
         device = self._level.device
         levels = [float("nan") if x is None else x for x in state["levels"]]
-        self._level = torch.tensor(levels, device=device)
-        self._set_exponents(torch.tensor(state["exponents"], device=device))
+        self._level = torch.tensor(levels, dtype=torch.float32, device=device)
+        exponents = state["exponents"]
+        self._set_exponents(torch.tensor(exponents, dtype=torch.float32, device=device))
         self._then = None
         self._clear()

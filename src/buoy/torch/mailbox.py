@@ -46,7 +46,9 @@ class Mailbox:
         batch = torch.cat([numbers for numbers, _ in self._kept])
         notes = [note for _, note in self._kept]
         self._kept.clear()
-        host = torch.empty(batch.shape, dtype=torch.float32, pin_memory=batch.is_cuda)
+        host = torch.empty(
+            batch.shape, dtype=torch.float32, device="cpu", pin_memory=batch.is_cuda
+        )
         host.copy_(batch, non_blocking=True)
         event = None
         if batch.is_cuda:

@@ -4,14 +4,13 @@ Everything that costs time is done on the first loss, on an optimizer's first st
 after a skip; a correct loop is never told anything.
 """
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from buoy._backends import torch as backend
-from buoy.torch import holes, words
+from buoy.torch import aloud, holes, words
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.gather import Gathered, parameters_of
 
@@ -37,12 +36,13 @@ class Guide:
         self.watching = True  # there is something to compare gradients with
         self._bad: dict[int, list[tuple[Any, int]]] = {}
         self._stale: set[int] = set()
+        self.sound: set[int] = set()  # optimizers looked at since their last step
 
     def say(self, topic: str, message: str) -> None:
         """Warn, once for each topic."""
         if topic not in self._said:
             self._said.add(topic)
-            warnings.warn(message, BuoyWarning, stacklevel=5)
+            aloud.warn(message, BuoyWarning)
 
     # -- the first loss ---------------------------------------------------------------
 
@@ -120,6 +120,7 @@ class Guide:
         stepping = [] if scaler._strict else holes.stepping(held)
         if stepping:
             raise words.in_backward(scaler._names.of(optimizer, stepping))
+        self.sound.discard(id(optimizer))
         try:
             self._met[id(optimizer)] = weakref.ref(optimizer)
         except TypeError:  # cannot be referred to: look at it every time

@@ -126,7 +126,7 @@ class Tap:
         size = sum(map(torch.Tensor.numel, gathered.grads))
         if size > _CHEAP and scaler._turn % SELDOM:
             return
-        one = torch.ones((), device=scaler._home())
+        one = torch.ones((), dtype=torch.float32, device=scaler._home())
         if "amax" not in record:
             record["seen_amax"] = survey.largest(gathered, one).amax
         # Of gradients that ranks share one alone cannot take the norm.
@@ -300,4 +300,5 @@ def _plain(number: Number | None) -> float | None:
 def _tensor(number: Number | None, home: torch.device) -> torch.Tensor:
     if isinstance(number, torch.Tensor):
         return number.float().reshape(()).to(home, non_blocking=True)
-    return torch.full((), 0.0 if number is None else float(number), device=home)
+    value = 0.0 if number is None else float(number)
+    return torch.full((), value, dtype=torch.float32, device=home)

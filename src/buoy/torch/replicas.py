@@ -77,7 +77,7 @@ def global_norm(
     if not shares.known(optimizer):
         scaler._settle(record)
         if _skipped(record, home):
-            return torch.full((), torch.inf, device=home)
+            return torch.full((), torch.inf, dtype=torch.float32, device=home)
         shares.compare(optimizer, scaler)
     power = torch.zeros((), dtype=torch.float64, device=home)
     if gathered.grads:
@@ -123,15 +123,13 @@ def _holders(params: list[torch.Tensor], scaler: "Contract") -> list[int]:
     rows = [_looks(param, place) for place, param in enumerate(params)]
     number = _hashed([row[0] for row in rows])
     size = math.sqrt(sum(row[1] ** 2 for row in rows))
-    own = torch.tensor(
-        [number, -number, size, -size, float(len(rows))], dtype=torch.float64
-    )
+    numbers = [number, -number, size, -size, float(len(rows))]
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     high, low, most, least, longest = ranks.largest(own).tolist()
     if high == -low and most + least <= _CLOSE * most:
         return [math.prod(group.size() for group in ranks.groups())] * len(rows)
-    table = torch.full((int(longest), 3), torch.nan, dtype=torch.float64)
-    if rows:
-        table[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
+    blank = [(math.nan,) * 3] * (int(longest) - len(rows))
+    table = torch.tensor([*rows, *blank], dtype=torch.float64, device="cpu")
     return _counted(rows, ranks.gather(table).tolist())
 
 
@@ -178,7 +176,7 @@ def _content(part: torch.Tensor) -> tuple[tuple[int, ...], bool]:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.view(kinds[flat.element_size()])
     ends = torch.cat([bits[:_SAMPLE], bits[-_SAMPLE:]]).long()
-    order = torch.arange(1, ends.numel() + 1, device=ends.device)
+    order = torch.arange(1, ends.numel() + 1, dtype=torch.int64, device=ends.device)
     sums = torch.stack([bits.sum(dtype=torch.int64), (ends * order).sum()])
     return tuple(sums.tolist()), bool((bits == bits[0]).all())
 

@@ -10,6 +10,7 @@ import torch
 from buoy._backends import torch as backend
 from buoy._core.policy import Policy
 from buoy._core.state import Verdict
+from buoy._core.static import NoScaling
 from buoy.torch import apply, survey, traced, verdicts, words
 from buoy.torch.contract import Contract
 from buoy.torch.gates import AdvanceOn, Gate, make_gates
@@ -52,7 +53,7 @@ class Reporting(Contract):
     @property
     def policy(self) -> Policy:
         """The rule that moves the scale, for reading and for replay."""
-        return self._rule.policy(self)
+        return self._rule.policy(self) if self._enabled else NoScaling()
 
     @property
     def trace(self) -> "Recorder | None":
@@ -120,6 +121,8 @@ class Reporting(Contract):
         if report._applied is False and found is not None:
             report.stale = self._guide.stale(optimizer)
             self._guide.remember(optimizer, self._culprits(optimizer, report))
+        else:
+            self._guide.sound.discard(id(optimizer))
         self._last, self._untold = report, None
         self._reports[id(optimizer)] = report
         return report
@@ -180,13 +183,22 @@ class Reporting(Contract):
             gathered = gather(optimizer)
             if not gathered.grads or self._ranks.groups():
                 return None  # none, or shared: one rank alone cannot sum them up
-            one = torch.ones((), device=gathered.grads[0].device)
+            home = gathered.grads[0].device
+            one = torch.ones((), dtype=torch.float32, device=home)
             return survey.measure(gathered, 2.0, one).norm
 
     def _judge(self, report: LastStep) -> Verdict:
-        history = list(self._history)
-        optimizer = report._optimizer()
-        return verdicts.judge(optimizer, report._losses, history, stale=report.stale)
+        optimizer, sound = report._optimizer(), self._guide.sound
+        verdict = verdicts.judge(
+            optimizer,
+            report._losses,
+            list(self._history),
+            stale=report.stale,
+            sound=id(optimizer) in sound,
+        )
+        if verdict not in (Verdict.POISONED, Verdict.STALE_GRADS):
+            sound.add(id(optimizer))
+        return verdict
 
     def _conclude(self, evidence: Evidence | None) -> None:
         """Tell the watch, the gates and the last steps that the scale has moved."""

@@ -141,7 +141,7 @@ class Retrying(Accumulating):
             gathered = gather(optimizer)
             if not gathered.grads:
                 return
-            one = torch.ones((), device=scaler._home())
+            one = torch.ones((), dtype=torch.float32, device=scaler._home())
             amax = survey.largest(gathered, one).amax
         size = backend.read([amax])[0] if amax is not None else math.nan
         if apply.hands_over(optimizer):  # its gradients are still scaled

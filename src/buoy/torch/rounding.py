@@ -71,7 +71,9 @@ def _of_fp16(wide: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
     exponent = exponent.clamp_(min=-13) - 11
     steps = torch.ldexp(wide, -exponent)
     below = steps.floor()
-    chance = torch.rand(wide.shape, generator=generator, device=wide.device)
+    chance = torch.rand(
+        wide.shape, generator=generator, dtype=torch.float32, device=wide.device
+    )
     return torch.ldexp(below + (chance < steps - below), exponent)
 
 

@@ -4,7 +4,6 @@ With torch's own rule the dict is torch's, key for key.  Another policy adds one
 `buoy`, which torch's scaler does not look at; so each class loads the other's.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from buoy._core.codec import decode, encode
 from buoy._core.errors import StateVersionError
 from buoy._core.ops import single
+from buoy.torch import aloud
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.names import Names
 from buoy.torch.rule import Classic, Governed
@@ -106,11 +106,10 @@ def _take_scale(scaler: "GradScaler", rule: Governed, saved: dict[str, Any]) -> 
 
 
 def _say_other_policy(kept: dict[str, Any], rule: Governed) -> None:
-    warnings.warn(
+    aloud.warn(
         f"The loaded state is of policy {kept['policy'].get('kind')!r}, this scaler "
         f"follows {type(rule.rule).__name__!r}: only the scale was taken over.",
         BuoyWarning,
-        stacklevel=4,
     )
 
 

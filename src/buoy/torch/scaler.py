@@ -66,7 +66,7 @@ class GradScaler(Retrying, Diagnosing):
         min_scale, max_scale: bounds of torch's rule; 2^-24 and float32's maximum if
             not given.
         on_stuck: "warn", "raise" or a callable that takes a `Stuck`; fires once when
-            `patience` steps in a row, or half of the last 4 x `patience`, are skipped.
+            `patience` steps in a row, or most of the last 4 x `patience`, are skipped.
         sync: "auto" asks the device once per step of an optimizer that does not take
             `found_inf`; "never" computes such steps and undoes them on the device.
         model, named_parameters: where the names of parameters come from.

@@ -135,7 +135,7 @@ class Spiking(Clipping):
         self, optimizer: Any, record: dict[str, Any], gathered: Gathered
     ) -> torch.Tensor | None:
         self._settle(record)
-        one = torch.ones((), device=self._home())
+        one = torch.ones((), dtype=torch.float32, device=self._home())
         seen = survey.measure(gathered, 2.0, one)
         if self._ranks.groups():
             return replicas.global_norm(self, optimizer, record, gathered, seen, 2.0)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from buoy._core.state import Step, Verdict
+from buoy.torch import verdicts
 
 if TYPE_CHECKING:
     from buoy.torch.report import Reporting
@@ -115,14 +116,20 @@ class LastStep:
         `spike` is said of steps that the spike guard clipped, too.
         """
         if self._verdict is None:
-            scaler = self._scaler()
             if self._spike is not None and self._spike.item():
                 self._verdict = Verdict.SPIKE
-            elif self.applied or scaler is None:
-                self._verdict = Verdict.APPLIED if self.applied else Verdict.BAD_BATCH
+            elif self.applied:
+                self._verdict = Verdict.APPLIED
             else:
-                self._verdict = scaler._judge(self)
+                self._verdict = self._judged()
         return self._verdict
+
+    def _judged(self) -> Verdict:
+        scaler = self._scaler()
+        if scaler is not None:
+            return scaler._judge(self)
+        # Gone, and with it the losses of earlier steps; the rest is here.
+        return verdicts.judge(self._optimizer(), self._losses, (), stale=self.stale)
 
     @property
     def offenders(self) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ class Survey(NamedTuple):
     norm: torch.Tensor | None = None  # float []: of all, exact where finite
     parts: tuple[torch.Tensor, ...] = ()  # float []: of each, in order of the owners
     amax: torch.Tensor | None = None  # float32 []: the largest magnitude
-    underflow: torch.Tensor | None = None  # float32 []: see `Seen`
 
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
@@ -88,7 +87,7 @@ def check(
 
 def _check_on_cpu(bucket: Bucket) -> torch.Tensor:
     _, dtype, grads = bucket
-    flag = torch.zeros((), dtype=torch.float32)
+    flag = torch.zeros_like(_ONE)
     plain = dtype is torch.float32 and type(grads[0]) is torch.Tensor
     if plain and sum(map(_numel, grads)) > _LARGE * len(grads):
         total = seen_by_host(torch.stack(backend.sums(grads)).sum())
@@ -177,8 +176,8 @@ def offenders(optimizer: Any) -> list[torch.Tensor]:
     one rank alone.
     """
     grads = gather(optimizer).grads
-    clean = backend.read([torch.isfinite(backend.local(g)).all() for g in grads])
-    return [p for p, fine in zip(owners(optimizer), clean, strict=True) if not fine]
+    bad = backend.read([backend.nonfinite(backend.magnitude(g)) for g in grads])
+    return [p for p, flag in zip(owners(optimizer), bad, strict=True) if flag]
 
 
 def underflow(gathered: Gathered, home: torch.device) -> torch.Tensor:

@@ -52,7 +52,9 @@ def scale(scaler: "Reporting", output: torch.Tensor) -> torch.Tensor:
     """Multiply by the scale, made on first use."""
     if scaler._scale is None:
         device = output.device
-        scaler._scale = torch.full((), scaler._init_scale, device=device)
+        scaler._scale = torch.full(
+            (), scaler._init_scale, dtype=torch.float32, device=device
+        )
         count = scaler._init_growth_tracker
         scaler._growth_tracker = torch.full((), count, dtype=torch.int32, device=device)
     if output.numel() == 1:

@@ -6,7 +6,7 @@ before it was scaled; the loss has been climbing; this batch's loss stands out; 
 else the scale was too high, which is normal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,26 +26,41 @@ def judge(
     history: Sequence[torch.Tensor],
     *,
     stale: bool,
+    sound: bool = False,
 ) -> Verdict:
-    """Name the cause of a skip.  Reads on the host."""
+    """Name the cause of a skip.  Reads on the host.
+
+    `sound`: weights and state were looked at before, and no step was applied since.
+    """
     if stale:
         return Verdict.STALE_GRADS
-    if optimizer is not None and poisoned(optimizer):
+    if not (sound or optimizer is None) and poisoned(optimizer):
         return Verdict.POISONED
     return judge_losses(backend.read(list(losses)), backend.read(list(history)))
 
 
 def poisoned(optimizer: Any) -> bool:
     """Say whether a weight or a state tensor is non-finite.  Reads on the host."""
+    flags = [flag for held in _held(optimizer) if (flag := _spoilt(held)) is not None]
+    return any(backend.read(flags))
+
+
+def _held(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Go through what an optimizer updates, as far as it lets us."""
+    yield from parameters_of(optimizer)
     masters = masters_of(optimizer)
-    held = [param.detach() for param in parameters_of(optimizer)]
-    held += [] if masters is None else masters.masters
-    for state in getattr(optimizer, "state", {}).values():
-        if isinstance(state, dict):
-            held += [value for value in state.values() if torch.is_tensor(value)]
-    flags = [
-        torch.isfinite(value._values() if value.is_sparse else value).all()
-        for value in map(backend.local, held)
-        if value.is_floating_point() or value.is_complex()
-    ]
-    return not all(backend.read(flags))
+    yield from () if masters is None else masters.masters
+    kept = getattr(optimizer, "state", None)
+    for state in kept.values() if isinstance(kept, Mapping) else ():
+        if isinstance(state, Mapping):
+            yield from filter(torch.is_tensor, state.values())
+
+
+def _spoilt(value: torch.Tensor) -> torch.Tensor | None:
+    """Say whether a tensor is non-finite; None where torch cannot tell."""
+    if value.is_meta or not (value.is_floating_point() or value.is_complex()):
+        return None
+    try:
+        return backend.nonfinite(backend.magnitude(value))
+    except Exception:  # noqa: BLE001 - a state of any kind must not end the training
+        return None

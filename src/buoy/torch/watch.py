@@ -2,13 +2,13 @@
 
 import logging
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from buoy._core.state import Verdict
+from buoy.torch import aloud
 from buoy.torch.errors import BuoyWarning, OptionError, StuckError
 from buoy.torch.verdicts import EXPLAINED
 
@@ -127,7 +127,7 @@ class Watch:
         if callable(self.on_stuck):
             self.on_stuck(stuck)
             return
-        warnings.warn(f"Training is stuck: {stuck}", StuckWarning, stacklevel=5)
+        aloud.warn(f"Training is stuck: {stuck}", StuckWarning)
 
     def _tell(self, scale: Callable[[], float]) -> None:
         """Write the line of an episode that has just ended."""
