@@ -1,13 +1,15 @@
 """What became of a step: `last_step`, gates, and the names of culprits."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 from nets import OPTIMIZERS, loss_of, net, spoil, train
 
 from buoy import Step, Verdict
-from buoy.torch import GradScaler, OptionError
+from buoy.torch import BuoyWarning, GradScaler, OptionError
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -206,7 +208,7 @@ def test_gates_of_a_disabled_scaler_always_advance():
 def test_what_cannot_be_gated_is_refused():
     """A module, a dict or a number has no step to take; a bad option is named."""
     scaler = GradScaler("cpu")
-    for thing in (torch.nn.Linear(1, 1), {"steps": 0}, 3):
+    for thing in (torch.nn.Linear(1, 1), {"steps": 0}, {1}, 3):
         with pytest.raises(OptionError, match="cannot be gated"):
             scaler.gate(thing)
     with pytest.raises(OptionError, match="'attempted'"):
@@ -216,3 +218,138 @@ def test_what_cannot_be_gated_is_refused():
 def test_verdict_is_a_string_too():
     """Logs and dashboards get a plain word."""
     assert Verdict.SCALE_TOO_HIGH == "scale_too_high"
+
+
+def test_what_needs_an_argument_is_refused_where_it_is_gated():
+    """A plateau wants its metric, an average its model: with the cure."""
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scaler = GradScaler("cpu")
+    with pytest.raises(OptionError, match=r"`metrics`.*lambda: .*step\(metrics\)"):
+        scaler.gate(plateau)
+    with pytest.raises(OptionError, match="needs `epoch`"):
+        scaler.gate(lambda epoch: None)
+    with pytest.raises(OptionError, match=r"scaler\.step\(optimizer\)"):
+        scaler.gate(optimizer)
+    scaler.gate(lambda: plateau.step(1.0), lambda *rest, **more: None, iter([1]), dict)
+
+
+class Wrapper:
+    """Forwards to an optimizer, as accelerate's and others do."""
+
+    def __init__(self, optimizer, copies=False):
+        self.optimizer, self.copies = optimizer, copies
+
+    @property
+    def param_groups(self):
+        """The same list, or one that looks the same."""
+        groups = self.optimizer.param_groups
+        return list(groups) if self.copies else groups
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_gates_follow_an_optimizer_through_its_wrapper(inside):
+    """Whichever of the two steps, and whichever the scheduler was built with."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    if not inside:
+        scheduler.optimizer = Wrapper(optimizer)
+    scaler = GradScaler("cpu")
+    scaler.gate(scheduler)
+    start = optimizer.param_groups[0]["lr"]
+    train(
+        scaler, model, Wrapper(optimizer) if inside else optimizer, ["ok", "inf", "ok"]
+    )
+    assert optimizer.param_groups[0]["lr"] == start * 0.5**2
+
+
+def test_a_gate_that_waits_in_vain_is_told_once():
+    """Another object steps the parameters of its optimizer."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    scaler = GradScaler("cpu")
+    scaler.gate(scheduler)
+    train(scaler, model, Wrapper(optimizer, copies=True), ["ok"] * 9)
+    with pytest.warns(BuoyWarning, match="never steps.*scaler.gate") as caught:
+        train(scaler, model, Wrapper(optimizer, copies=True), ["ok"] * 20)
+    assert len(caught) == 1
+
+
+def test_a_gate_may_wait_for_an_optimizer_that_steps_seldom():
+    """A generator that steps after every twelfth step of its critic."""
+    critic, generator = net(1), net(2)
+    first = torch.optim.SGD(critic.parameters(), lr=0.1)
+    second = torch.optim.SGD(generator.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(second, step_size=1, gamma=0.5)
+    scaler = GradScaler("cpu")
+    scaler.gate(scheduler)
+    train(scaler, critic, first, ["ok"] * 12)
+    train(scaler, generator, second, ["ok"])
+    assert second.param_groups[0]["lr"] == 0.5
+
+
+def test_a_step_that_was_not_taken_moves_no_gate():
+    """Unscaled, looked at, and given up: what the step before did does not count."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+    scaler = GradScaler("cpu")
+    scaler.gate(lambda: calls.append(1))
+    train(scaler, model, optimizer, ["ok"])
+    kept = scaler.last_step
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.unscale_(optimizer)
+    scaler.update(2.0)
+    assert calls == [1]
+    assert kept.next_scale == 65536.0
+
+
+def patch(optimizer, model):
+    """Put a `step` into an optimizer that holds on to its model."""
+    step = optimizer.step
+
+    def stepped():
+        model.train()
+        step()
+
+    optimizer.step = stepped
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("event", ["ok", "inf"])
+def test_a_scaler_keeps_no_model_alive(clip, event):
+    """Nor a `step` that somebody has put in an optimizer's."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    patch(optimizer, model)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(model, event)
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    held = [weakref.ref(thing) for thing in (optimizer, *model.parameters())]
+    del model, optimizer
+    gc.collect()
+    assert [] == [thing() for thing in held if thing() is not None]
+
+
+def test_a_report_belongs_to_its_optimizer_and_not_to_its_place_in_memory():
+    """A new optimizer where an old one was has not stepped yet."""
+    model = net()
+    scaler = GradScaler("cpu")
+    seen = set()
+    for _ in range(20):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert scaler.last_step_of(optimizer) is None
+        seen.add(id(optimizer))
+        train(scaler, model, optimizer, ["ok"])
+        assert scaler.last_step_of(optimizer) is scaler.last_step
+        del optimizer
+    assert len(seen) < 20

@@ -260,3 +260,22 @@ def test_weights_are_looked_at_once_per_episode(monkeypatch):
 def test_the_policy_of_a_scaler_that_is_off():
     """None is needed, and that is a policy."""
     assert GradScaler("cpu", enabled=False).policy == NoScaling()
+
+
+@KINDS
+@pytest.mark.parametrize("cleared", [True, False])
+def test_gradients_that_the_user_keeps_are_not_stale(kind, cleared):
+    """What counts is whether they still are a parameter's, not whether they exist."""
+    scaler, model, optimizer = started(kind)
+    held = []
+    for _ in range(2):
+        if cleared:
+            optimizer.zero_grad()
+        scaler.scale(loss_of(model, 9)).backward()
+        if cleared or scaler.last_step.applied:
+            spoil(model, "inf")
+        held += [p.grad for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+    expected = Verdict.SCALE_TOO_HIGH if cleared else Verdict.STALE_GRADS
+    assert scaler.last_step.verdict is expected

@@ -9,8 +9,8 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -162,9 +162,18 @@ def _see(record: dict[str, Any], found: torch.Tensor) -> None:
             record[f"{name}_read"] = survey.seen_by_host(record[name])
 
 
-@lru_cache(maxsize=64)
+_TAKES_SCALER: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
 def _takes_scaler(step: Callable[..., Any]) -> bool:
-    return "grad_scaler" in inspect.signature(step).parameters
+    try:
+        found = _TAKES_SCALER.get(step)
+        if found is None:
+            found = "grad_scaler" in inspect.signature(step).parameters
+            _TAKES_SCALER[step] = found
+    except TypeError:  # cannot be referred to weakly: look every time
+        return "grad_scaler" in inspect.signature(step).parameters
+    return found
 
 
 def _plugged(

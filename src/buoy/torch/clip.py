@@ -1,6 +1,7 @@
 """Clipping from the same survey that checks: one read, one multiplier."""
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class Clipping(Reporting):
         norm, found = seen.norm, {scale.device: seen.found}
         if norm is not None and not shared:
             record["norm"] = (norm * inverse).float()
-        record["parts"] = (owners(optimizer), seen.parts)
+        record["parts"] = (list(map(weakref.ref, owners(optimizer))), seen.parts)
         record["multiplier"] = inverse
         record["groups"] = optimizer.param_groups
         if self._rule.wants or self._listeners:

@@ -223,10 +223,10 @@ class Grouping(Spiking):
     def _stepped(self) -> list[LastStep]:
         """Give what was said of this iteration's steps, of all groups."""
         return [
-            report
+            record["report"]
             for member in self._members()
-            for key in member._per_optimizer_states
-            if (report := member._reports.get(key)) is not None
+            for record in member._per_optimizer_states.values()
+            if "report" in record
         ]
 
     def _decide_together(self) -> None:

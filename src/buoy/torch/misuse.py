@@ -34,7 +34,7 @@ class Guide:
         self._said: set[str] = set()
         self._probes = _PROBES
         self.watching = True  # there is something to compare gradients with
-        self._bad: dict[int, list[tuple[Any, int]]] = {}
+        self._bad: dict[int, list[tuple[Any, Any, int]]] = {}
         self._stale: set[int] = set()
         self.sound: set[int] = set()  # optimizers looked at since their last step
 
@@ -82,11 +82,12 @@ class Guide:
     def before_look(self, optimizer: Any) -> None:
         """Compare gradients with those of the last skip, before they are touched."""
         key = id(optimizer)
-        for reference, version in self._bad.pop(key, ()):
-            grad = reference()
+        for owned, reference, version in self._bad.pop(key, ()):
+            owner, grad = owned(), reference()
             # Cleared gradients are other tensors, or were changed at least twice: once
             # by zeroing, once by the backward pass that made them non-finite again.
-            if grad is not None and grad._version - version <= 1:
+            kept = grad is not None and owner is not None and owner.grad is grad
+            if kept and grad._version - version <= 1:
                 self._stale.add(key)
         self._set_watching()
 
@@ -102,7 +103,7 @@ class Guide:
     def remember(self, optimizer: Any, owners: list[torch.Tensor]) -> None:
         """Keep an eye on gradients that made a step fail."""
         held = [
-            (weakref.ref(owner.grad), owner.grad._version)
+            (weakref.ref(owner), weakref.ref(owner.grad), owner.grad._version)
             for owner in owners[:4]
             if owner.grad is not None
         ]

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from buoy.torch.errors import OptionError
+
 __all__ = ["Names"]
 
 
@@ -22,8 +24,8 @@ class Names:
         model: torch.nn.Module | None = None,
         named: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        self.model = model
-        self._named = None if named is None else list(named)
+        self.model = None if model is None else _module(model)
+        self._named = None if named is None else _pairs(named)
 
     @property
     def known(self) -> dict[int, str]:
@@ -50,6 +52,32 @@ class Names:
             f"`{name}`{kinds.get(id(param), '')}"
             for name, param in zip(names, params, strict=True)
         )
+
+
+def _module(model: Any) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    message = (
+        f"`model` must be a torch.nn.Module, got {type(model).__name__}. Pass the "
+        "model itself; pairs of names and parameters are given as "
+        "`named_parameters=model.named_parameters()`."
+    )
+    raise OptionError(message)
+
+
+def _pairs(named: Any) -> list[tuple[str, torch.Tensor]]:
+    """Make sure now that there are names: they are needed only when all else fails."""
+    found = list(named) if isinstance(named, Iterable) else [named]
+    for pair in found:
+        whole = isinstance(pair, (tuple, list)) and len(pair) == len(("name", "param"))
+        if not (whole and isinstance(pair[0], str) and torch.is_tensor(pair[1])):
+            message = (
+                "`named_parameters` must give pairs of a name and a parameter, as "
+                f"`model.named_parameters()` does; got {type(named).__name__} with "
+                f"{pair!r:.60}. Of a dict pass its `.items()`."
+            )
+            raise OptionError(message)
+    return found
 
 
 def _places(optimizer: Any) -> dict[int, str]:

@@ -22,13 +22,15 @@ DEFAULTS = {
 
 def check(given: dict[str, Any], *, strict: bool) -> None:
     """Refuse factors and scales with which the scale could only go wrong."""
-    if given["growth_factor"] <= 1.0:
+    if not strict:
+        _check_kinds(given)
+    if not given["growth_factor"] > 1.0:
         message = (
             "The growth factor must be > 1.0. With `growth_factor`="
             f"{given['growth_factor']!r} the scale could never grow back."
         )
         raise FactorError(message)
-    if given["backoff_factor"] >= 1.0:
+    if not given["backoff_factor"] < 1.0:
         message = (
             "The backoff factor must be < 1.0. With `backoff_factor`="
             f"{given['backoff_factor']!r} an overflow would never end."
@@ -38,10 +40,23 @@ def check(given: dict[str, Any], *, strict: bool) -> None:
         return
     for name in ("init_scale", "backoff_factor"):
         value = given[name]
-        if not (isinstance(value, (int, float)) and 0.0 < value <= FLOAT32_MAX):
+        if not 0.0 < value <= FLOAT32_MAX:
             message = (
                 f"`{name}` must be a positive number that float32 can hold, got "
                 f"{value!r}: gradients divided by such a scale would be inf or NaN."
+            )
+            raise OptionError(message)
+
+
+def _check_kinds(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        whole = name == "growth_interval"
+        if not hasattr(value, "__index__" if whole else "__float__"):
+            kind = "a whole number of steps" if whole else "a number"
+            message = (
+                f"`{name}` must be {kind}, e.g. {DEFAULTS[name]:g}, got {value!r}. A "
+                "value read from a file or a command line is text until it is "
+                f"converted: `{'int' if whole else 'float'}({name})`."
             )
             raise OptionError(message)
 
@@ -84,8 +99,13 @@ def _check_bounds(
     init: float, low: float | None, high: float | None, policy: Any
 ) -> None:
     for name, bound in (("min_scale", low), ("max_scale", high)):
-        if bound is not None and not (0.0 < bound <= FLOAT32_MAX):
-            message = f"`{name}` must be a positive float32 number, got {bound!r}."
+        if bound is None:
+            continue
+        if not (hasattr(bound, "__float__") and 0.0 < bound <= FLOAT32_MAX):
+            message = (
+                f"`{name}` must be a positive number that float32 can hold, got "
+                f"{bound!r}. Leave it out for the default, or give e.g. 1.0."
+            )
             raise OptionError(message)
     bottom, top = low or 0.0, math.inf if high is None else high
     if bottom > top:

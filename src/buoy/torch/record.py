@@ -271,8 +271,8 @@ class _Post:
         norms, note = letter
         held = [
             owner
-            for owner, norm in zip(note.parts[0], norms, strict=True)
-            if not math.isfinite(norm)
+            for reference, norm in zip(note.parts[0], norms, strict=True)
+            if not math.isfinite(norm) and (owner := reference()) is not None
         ]
         if held:
             self._recorder.offenders(note.step, note.names(None, held))

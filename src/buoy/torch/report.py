@@ -13,7 +13,7 @@ from buoy._core.state import Verdict
 from buoy._core.static import NoScaling
 from buoy.torch import apply, survey, traced, verdicts, words
 from buoy.torch.contract import Contract
-from buoy.torch.gates import AdvanceOn, Gate, make_gates
+from buoy.torch.gates import NEVER_STEPS, AdvanceOn, Gate, make_gates
 from buoy.torch.gather import gather
 from buoy.torch.listen import Listener
 from buoy.torch.mailbox import Mailbox
@@ -76,7 +76,8 @@ class Reporting(Contract):
 
     def last_step_of(self, optimizer: Any) -> LastStep | None:
         """Tell what became of this optimizer's last step."""
-        return self._reports.get(id(optimizer))
+        report = self._reports.get(id(optimizer))
+        return report if report and report._optimizer() is optimizer else None
 
     def gate(
         self,
@@ -124,7 +125,7 @@ class Reporting(Contract):
         else:
             self._guide.sound.discard(id(optimizer))
         self._last, self._untold = report, None
-        self._reports[id(optimizer)] = report
+        self._reports[id(optimizer)] = record["report"] = report
         return report
 
     def _report_traced(self, outcome: traced.Outcome) -> None:
@@ -170,7 +171,11 @@ class Reporting(Contract):
             return now
         owners, norms = report._parts
         sizes = backend.read(list(norms))
-        found = [o for o, n in zip(owners, sizes, strict=True) if not isfinite(n)]
+        found = [
+            owner
+            for reference, size in zip(owners, sizes, strict=True)
+            if not isfinite(size) and (owner := reference()) is not None
+        ]
         # A norm can overflow alone: while the gradients are there they decide.
         kept = [owner for owner in found if any(owner is other for other in now)]
         return kept or found
@@ -205,11 +210,8 @@ class Reporting(Contract):
         finite = None if evidence is None else evidence.finite
         self._turn += 1
         after = self._frozen_scale()
-        stepped = [
-            report
-            for key in self._per_optimizer_states
-            if (report := self._reports.get(key)) is not None
-        ]
+        records = self._per_optimizer_states.values()
+        stepped = [record["report"] for record in records if "report" in record]
         for report in stepped:
             report._next = after
             if finite and report._applied is False:
@@ -264,8 +266,10 @@ class Reporting(Contract):
         for gate in self._gates:
             about = stepped
             if gate.optimizer is not None:
-                own = self._reports.get(id(gate.optimizer))
-                about = [own] if own in stepped and own is not None else []
+                about = [r for r in stepped if gate.follows(r._optimizer())]
+                known = (report._optimizer() for report in self._reports.values())
+                if gate.waits_in_vain(stepped=bool(about), others=known):
+                    self._guide.say("gate", NEVER_STEPS)
             if about and (gate.attempted or all(report.applied for report in about)):
                 gate.advance()
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["LastStep"]
 
 Number = float | torch.Tensor
+# The parameters that a survey looked at, and the norm of each one's gradient.
+Parts = tuple[list[weakref.ref[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 class LastStep:
@@ -69,7 +71,7 @@ class LastStep:
         self._applied: bool | None = None
         self._verdict: Verdict | None = None
         self._norm: Number | None = None
-        self._parts: tuple[list[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
+        self._parts: Parts | None = None
         self._offenders: tuple[str, ...] | None = None
         self._groups: tuple[int, ...] | None = None
         self._losses: tuple[torch.Tensor, ...] = ()
