@@ -154,8 +154,33 @@ def test_a_model_moved_after_its_optimizer_was_built_is_noticed():
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.zeros_like(param)
     scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
     with pytest.warns(BuoyWarning, match="moved"):
         scaler.step(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+
+
+def test_an_optimizer_of_another_model_is_not_taken_for_a_moved_one():
+    """A discriminator of other shapes, and a twin of the same."""
+    for other in (torch.nn.Linear(6, 3), net(5)):
+        model = net()
+        scaler = GradScaler("cpu", model=model)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (other, model)]
+        for step in range(4):
+            for one, optimizer in zip((other, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(one, step)).backward()
+                scaler.step(optimizer)
+            scaler.update()
+
+
+def test_a_discriminator_alone_is_not_taken_for_the_model():
+    """The generator that `model` names may come later, or never."""
+    scaler = GradScaler("cpu", model=net())
+    other = torch.nn.Linear(6, 3)
+    train(scaler, other, torch.optim.SGD(other.parameters(), lr=0.1), ["ok"] * 4)
 
 
 def test_no_gradients_because_nothing_requires_grad():
@@ -213,17 +238,20 @@ def test_a_loss_without_a_graph_is_told_once():
     scaler.scale(torch.ones(()))
 
 
-def test_clipping_scaled_gradients_by_hand_is_noticed():
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_clipping_scaled_gradients_by_hand_is_noticed(kind, sync, warm_up):
     """Torch's clipping without `unscale_`: a threshold 65536 times too low."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
     with pytest.warns(BuoyWarning, match="clip") as caught:
         train(
             scaler,
             model,
             optimizer,
-            ["ok"] * 5,
+            ["inf"] * warm_up + ["ok"] * 5,
             before_step=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         )
     assert len(caught) == 1
@@ -251,6 +279,56 @@ def test_scaling_gradients_or_accumulating_is_not_mistaken_for_clipping(
             scaler.update()
 
     assert [] == [str(warning.message) for warning in caught]
+
+
+def test_clamping_scaled_gradients_by_hand_is_noticed():
+    """The same with a threshold for values."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(BuoyWarning, match="clip") as caught:
+        train(
+            GradScaler("cpu", init_scale=1024.0),
+            model,
+            optimizer,
+            ["ok"] * 5,
+            before_step=lambda: torch.nn.utils.clip_grad_value_(
+                model.parameters(), 5.0
+            ),
+        )
+    assert len(caught) == 1
+
+
+def mask(params):
+    """Leave every other row out."""
+    for param in params:
+        param.grad[::2] = 0.0
+
+
+def divide(params):
+    """Average by hand."""
+    for param in params:
+        param.grad.div_(8)
+
+
+def nothing(params):
+    """Leave them as they are."""
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+@pytest.mark.parametrize("change", [nothing, divide, mask])
+def test_small_or_round_gradients_are_not_mistaken_for_clipped_ones(kind, change):
+    """One magnitude everywhere, masks, averages: over many seeds."""
+    for seed in range(60):
+        model = net(seed)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        scaler = GradScaler("cpu")
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = sum(p.sum() for p in model.parameters()) * 2.0**-16
+            scaler.scale(loss if seed % 2 else loss_of(model, step) * 1e-4).backward()
+            change(list(model.parameters()))
+            scaler.step(optimizer)
+            scaler.update()
 
 
 def test_bf16_needs_no_scaling_and_is_told_once():

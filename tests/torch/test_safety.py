@@ -10,7 +10,6 @@ from nets import OPTIMIZERS, loss_of, net, spoil, train
 
 from buoy.torch import (
     GradScaler,
-    OptimizerInBackwardError,
     OptionError,
     Stuck,
     StuckError,
@@ -197,82 +196,6 @@ def test_fused_sgd_with_momentum_learns_through_a_natural_warm_up(fused):
     assert skipped > 0
     assert losses[-1] < losses[0]
     assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def per_parameter_optimizers(model):
-    """Step each parameter in a hook, as PyTorch's tutorial shows."""
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def hook(param):
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
-
-
-class Trainer:
-    """Keeps its optimizer in an attribute that the hook reaches."""
-
-    def __init__(self, model):
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(self.hook)
-
-    def hook(self, param):
-        """Step in the backward pass."""
-        self.optimizer.step()
-
-
-class Hook:
-    """An object that is called and steps."""
-
-    def __init__(self, model):
-        self.optimizers = {"all": torch.optim.SGD(model.parameters(), lr=0.1)}
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(self)
-
-    def __call__(self, param):
-        """Step in the backward pass."""
-        self.optimizers["all"].step()
-
-
-@pytest.mark.parametrize("install", [per_parameter_optimizers, Trainer, Hook])
-def test_an_optimizer_in_the_backward_pass_is_refused_before_it_runs(install):
-    """No partial update: the error comes from `scale`, before `backward`."""
-    model = net()
-    install(model)
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler = GradScaler("cpu", model=model)
-    with pytest.raises(
-        OptimizerInBackwardError, match=r"0\.weight.*scaler\.step"
-    ) as error:
-        scaler.scale(loss_of(model, 0)).backward()
-    assert isinstance(error.value, RuntimeError)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
-    )
-
-
-def test_hooks_installed_later_are_found_when_the_optimizer_steps():
-    """The second place to look is an optimizer's first step."""
-    model = net()
-    scaler = GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    per_parameter_optimizers(model)
-    with pytest.raises(OptimizerInBackwardError):
-        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_harmless_gradient_hooks_are_left_alone():
-    """Hooks that do not step an optimizer are nobody's business."""
-    model = net()
-    seen = []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(GradScaler("cpu"), model, optimizer, ["ok", "ok"])
-    assert len(seen) == 8
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,9 @@ class Contract(TorchGradScaler):
         record = self._per_optimizer_states[id(optimizer)]
         with torch.no_grad():
             gathered = self._halves.gather(optimizer, self._names)
-            self._guide.before_look(optimizer)
+            if self._guide.watching:
+                self._guide.before_look(optimizer)
+                self._guide.before_unscale(self, optimizer, gathered)
             inverse = backend.reciprocal(scale)
             seen = None
             if self._rule.wants or self._listeners:

@@ -36,6 +36,11 @@ class Mailbox:
         self._sent: tuple[torch.Tensor, list[Any], torch.cuda.Event | None] | None
         self._sent = None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something was posted that has not been collected."""
+        return self._sent is not None or bool(self._kept)
+
     def post(self, numbers: torch.Tensor, note: Any = None) -> None:
         """Keep a vector; send it off with others when there are enough."""
         self._kept.append((numbers.float(), note))

@@ -8,31 +8,35 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 
-from buoy._backends import torch as backend
-from buoy.torch import aloud, holes, words
+from buoy.torch import aloud, holes, inside, words
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.gather import Gathered, parameters_of
+from buoy.torch.probes import Probes
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
 
 __all__ = ["Guide"]
 
-_PROBES = 3  # first looks at gradients that check who else has touched them
-_CLIPPED = 100.0  # a norm of scaled gradients below this is suspiciously small
-_HIGH = 2.0**10  # ... at scales from here on
+_LOSSES = 4  # first ones whose graphs are looked at
+_AGAIN = 2  # and after the 2nd, 4th, 8th ... step: another model may have come
 
 
 class Guide:
     """Know the order of calls, and what it looks like when it is wrong."""
 
     def __init__(self) -> None:
-        self.fresh = True
-        self._reached: list[weakref.ref[torch.Tensor]] | None = None
+        self.fresh = True  # the next loss is to be looked at
+        self._looks = _LOSSES
+        self._steps = 0
+        self._reached: dict[int, weakref.ref[torch.Tensor]] | None = None
         self._met: dict[int, weakref.ref[Any]] = {}
         self._said: set[str] = set()
-        self._probes = _PROBES
+        self._probes: dict[int, Probes] = {}
+        self._model_steps = False  # an optimizer holds parameters of `model`
+        self._strangers: set[int] = set()  # ... these hold what looks like them
         self.watching = True  # there is something to compare gradients with
         self._bad: dict[int, list[tuple[Any, Any, int]]] = {}
         self._stale: set[int] = set()
@@ -47,18 +51,19 @@ class Guide:
     # -- the first loss ---------------------------------------------------------------
 
     def first_loss(self, scaler: "Contract", loss: torch.Tensor) -> None:
-        """Look at the graph of the first loss: hooks that step, BF16, no graph."""
-        self.fresh = False
+        """Look at the graph of one of the first: hooks that step, BF16, no graph."""
         if not loss.requires_grad:
             self._no_graph(loss)
             return
         reached, dtypes = holes.leaves(loss)
-        self._reached = [weakref.ref(param) for param in reached]
-        stepping = holes.stepping(reached)
-        if stepping and not scaler._strict:
-            self.fresh = True
-            raise words.in_backward(scaler._names.of(None, stepping))
-        if torch.bfloat16 in dtypes and torch.float16 not in dtypes:
+        if not scaler._strict:
+            self._refuse_stepping(scaler, loss, reached)
+        self._looks -= 1
+        self.fresh = self._looks > 0
+        first = not self._reached
+        self._reached = self._reached or {}
+        self._reached.update((id(param), weakref.ref(param)) for param in reached)
+        if first and torch.bfloat16 in dtypes and torch.float16 not in dtypes:
             self.say(
                 "bf16",
                 "The loss was computed in BF16, which has the range of FP32: its "
@@ -66,10 +71,28 @@ class Guide:
                 "`enabled=False`, or `policy='none'`, or use torch.float16.",
             )
 
+    def _refuse_stepping(
+        self, scaler: "Contract", loss: torch.Tensor, reached: list[torch.Tensor]
+    ) -> None:
+        """Refuse optimizers in the backward pass, or let the pass be compared."""
+        hooked = inside.hooked(reached)
+        stepping = inside.stepping(reached)
+        if stepping:
+            raise words.in_backward(scaler._names.of(None, stepping))
+        # Sharded parameters are gathered and freed in the backward pass.
+        if hooked and not (dist.is_available() and dist.is_initialized()):
+            inside.compare(
+                loss,
+                hooked,
+                lambda moved: words.in_backward(
+                    scaler._names.of(None, moved), put_back=True
+                ),
+            )
+
     def _no_graph(self, loss: torch.Tensor) -> None:
         self.fresh = True
         if loss.dim() == 0 and torch.is_grad_enabled():
-            self._reached = []
+            self._reached = self._reached or {}
             self.say(
                 "no graph",
                 "The loss does not require grad, so `backward()` cannot reach any "
@@ -92,7 +115,7 @@ class Guide:
         self._set_watching()
 
     def _set_watching(self) -> None:
-        self.watching = bool(self._bad) or self._probes > 0
+        self.watching = bool(self._bad) or any(p.open for p in self._probes.values())
 
     def stale(self, optimizer: Any) -> bool:
         """Say whether the gradients of this skip are those of an earlier one."""
@@ -114,24 +137,38 @@ class Guide:
 
     def before_step(self, scaler: "Contract", optimizer: Any) -> None:
         """Look at an optimizer that has not been seen before."""
+        self._steps += 1
+        if not self._steps & (self._steps - 1):
+            self._looks, self.fresh = max(self._looks, _AGAIN), True
         known = self._met.get(id(optimizer))
         if known is not None and known() is optimizer:
+            if self._strangers:
+                self._judge_stranger(optimizer)
             return
         held = parameters_of(optimizer)
-        stepping = [] if scaler._strict else holes.stepping(held)
+        stepping = [] if scaler._strict else inside.stepping(held)
         if stepping:
             raise words.in_backward(scaler._names.of(optimizer, stepping))
         self.sound.discard(id(optimizer))
+        self._probes.pop(id(optimizer), None)
+        self.watching = True
         try:
             self._met[id(optimizer)] = weakref.ref(optimizer)
         except TypeError:  # cannot be referred to: look at it every time
             return
-        self._check_model(scaler, held)
+        known_params = scaler._names.known
+        if any(id(param) in known_params for param in held):
+            self._model_steps = True
+        elif known_params and scaler._names.looks_like(held):
+            self._strangers.add(id(optimizer))
 
-    def _check_model(self, scaler: "Contract", held: list[torch.Tensor]) -> None:
-        known = scaler._names.known
-        if not known or not held or any(id(param) in known for param in held):
+    def _judge_stranger(self, optimizer: Any) -> None:
+        """Warn of one that steps again, if by now none has stepped the model."""
+        if self._model_steps:
+            self._strangers.clear()
+        if id(optimizer) not in self._strangers:
             return
+        self._strangers.clear()
         self.say(
             "other model",
             "None of this optimizer's parameters belongs to `model`: the model was "
@@ -144,19 +181,17 @@ class Guide:
         self, scaler: "Contract", optimizer: Any, gathered: Gathered
     ) -> None:
         """Notice gradients that were clipped while they were still scaled."""
-        if not self._probes or not gathered.grads or scaler._never_sync:
+        if not gathered.grads:
             return
-        self._probes -= 1
+        probes = self._probes.setdefault(id(optimizer), Probes())
+        scale = probes.look(scaler, optimizer, gathered) if probes.open else None
         self._set_watching()
-        known = scaler._rule.known(scaler)
-        if known is None or known < _HIGH or not _touched(scaler, optimizer, gathered):
-            return
-        if not _clipped(gathered.grads):
+        if scale is None:
             return
         self.say(
             "clipped",
             "Gradients were changed between `backward()` and `step`, while they were "
-            f"still multiplied by the scale ({known:g}), and are now very small: it "
+            f"still multiplied by the scale ({scale:g}), and are now very small: it "
             "looks as if they were clipped, to a threshold that much too low. Use "
             "`scaler.clip_grad_norm_(optimizer, max_norm)`, or call "
             "`scaler.unscale_(optimizer)` before clipping by hand.",
@@ -173,7 +208,9 @@ class Guide:
             return []
         if not self._reached:
             return ["The loss had no graph: it was detached or made under no_grad()."]
-        reached = {id(param) for ref in self._reached if (param := ref()) is not None}
+        reached = {
+            id(param) for ref in self._reached.values() if (param := ref()) is not None
+        }
         if any(id(param) in reached for param in held):
             cause = (
                 "The loss does depend on them: `backward()` was not called on the "
@@ -187,31 +224,3 @@ class Guide:
             "optimizer from the model as it is now."
         )
         return [cause]
-
-
-def _touched(scaler: "Contract", optimizer: Any, gathered: Gathered) -> bool:
-    """Say whether all gradients are fresh from one backward pass, yet changed."""
-    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if len(scaler._losses) != 1 or shared:
-        return False
-    return all(
-        grad._version == 1 and grad._base is None for grad in gathered.grads
-    ) and not any(
-        getattr(owner, "_post_accumulate_grad_hooks", None)
-        for owner in parameters_of(optimizer)
-    )
-
-
-def _clipped(grads: list[torch.Tensor]) -> bool:
-    """Say whether the norm, or the largest magnitude, is just what one clips to.
-
-    Clipping leaves exactly its threshold, and people choose thresholds of one or two
-    digits; what else changes gradients leaves any number.  Reads on the host.
-    """
-    norms = [torch.linalg.vector_norm(grad.float()) for grad in grads]
-    sizes = [torch.linalg.vector_norm(grad.float(), float("inf")) for grad in grads]
-    left = backend.read([torch.stack(norms).norm(), torch.stack(sizes).max()])
-    return any(
-        0.0 < size <= _CLIPPED and abs(size - float(f"{size:.1e}")) <= 2e-5 * size
-        for size in left
-    )

@@ -1,5 +1,6 @@
 """What to call a parameter: its name in the model, or its place in the optimizer."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,17 @@ class Names:
         if self.model is not None:
             pairs = [*self.model.named_parameters(), *pairs]
         return {id(param): name for name, param in pairs}
+
+    def looks_like(self, params: list[torch.Tensor]) -> bool:
+        """Say whether these could be the model's as it was: as many, of such shapes."""
+        pairs = list(self._named or ())
+        if self.model is not None:
+            pairs += self.model.named_parameters()
+        shapes = Counter(param.shape for param in params)
+        return shapes in (
+            Counter(param.shape for _, param in pairs),
+            Counter(param.shape for _, param in pairs if param.requires_grad),
+        )
 
     def of(self, optimizer: Any, params: list[torch.Tensor]) -> tuple[str, ...]:
         """Name these parameters, in their order."""

@@ -258,14 +258,21 @@ def no_gradients(causes: Iterable[str]) -> NoGradientsError:
     )
 
 
-def in_backward(names: tuple[str, ...]) -> OptimizerInBackwardError:
+def in_backward(
+    names: tuple[str, ...], *, put_back: bool = False
+) -> OptimizerInBackwardError:
     """Say why an optimizer must not step inside the backward pass."""
     shown = ", ".join(f"`{name}`" for name in names[:3]) or "a parameter"
+    seen = f"{shown} has a post-accumulate-grad hook that calls one"
+    if put_back:
+        seen = (
+            f"a hook changed {shown} in it. The weights were put back, an optimizer's "
+            "own state was not"
+        )
     return OptimizerInBackwardError(
-        f"An optimizer steps inside the backward pass: {shown} has a "
-        "post-accumulate-grad hook that calls one. It would see gradients multiplied "
-        "by the scale, and an overflow found later in the same pass would leave some "
-        "parameters updated and others not. Remove the hooks and call "
+        f"An optimizer steps inside the backward pass: {seen}. It sees gradients "
+        "multiplied by the scale, and an overflow found later in the same pass would "
+        "leave some parameters updated and others not. Remove the hooks and call "
         "`scaler.step(optimizer)` after `backward()`; or keep them and train in BF16 "
         "or FP32 without a scaler (`enabled=False`)."
     )
