@@ -40,6 +40,7 @@ def test_two_runs_say_the_same(tmp_path):
     first, second = (json.loads(ran(*arguments, cwd=tmp_path).stdout) for _ in range(2))
 
     assert first == second
+    assert "buoy-demo.html" == first["report"]
     (workload,) = first["workloads"]
     names = [column["name"] for column in workload["columns"]]
     assert "backoff:init_scale=2^10" == names[-1]
@@ -54,16 +55,18 @@ def test_the_table_fits_a_terminal_and_says_what_it_shows(tmp_path):
 
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "field-1e-3" in done.stdout
-    assert "more than 2 % worse than FP32" in done.stdout
+    assert "over 2 % worse than FP32" in done.stdout
     assert "7/7" in done.stderr
+    assert "Report: buoy-demo.html (open it in a browser)." in done.stdout
+    assert "</html>" in (tmp_path / "buoy-demo.html").read_text()
 
 
-def test_ctrl_c_leaves_what_there_is(tmp_path):
+def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path):
     """A real SIGINT to the whole group, as a terminal sends it, in mid-training."""
     process = subprocess.Popen(
-        command("field", "--steps", "60", "--json"), env=environment(), cwd=tmp_path,
+        command("field", "--steps", "60", "--json", "--out", "part.html"),
+        env=environment(), cwd=tmp_path, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
     )  # fmt: skip
     while "1/63" not in process.stderr.readline():
         pass
@@ -77,6 +80,9 @@ def test_ctrl_c_leaves_what_there_is(tmp_path):
     columns = [c for w in said["workloads"] for c in w["columns"]]
     assert 1 <= len(columns) < 63
     assert columns[0]["finished"] is True
+    page = (tmp_path / "part.html").read_text()
+    assert "What loss scaling does (stopped early)" in page
+    assert "this is what there was" in page
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def started(workload, column):
     """Set a training up."""
     torch.manual_seed(0)
     source = torch.Generator().manual_seed(1000)
-    return Run(WORKLOADS[workload], COLUMNS[column], source)
+    return Run(WORKLOADS[workload], COLUMNS[column], source, 1)
 
 
 @pytest.mark.parametrize(

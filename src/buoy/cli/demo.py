@@ -28,14 +28,24 @@ _CTRL_C = 130  # as shells have it
     "--seeds", type=click.IntRange(1, 99), default=_SEEDS, show_default=True,
     help="Train each with so many seeds.",
 )  # fmt: skip
+@click.option(
+    "-o",
+    "--out",
+    default="buoy-demo.html",
+    show_default=True,
+    metavar="HTML",
+    help="Where to write the report.",
+)
 @JSON
 def demo(names: tuple[str, ...], *, as_json: bool, **chosen: Any) -> None:
-    """Train small models in FP32 and FP16, side by side, and compare them.
+    """Train small models in FP32 and FP16, side by side, and write a report.
 
-    WORKLOAD is one of field-1, field-1e-3, field-1e-5, jump, bandit, bce, letters, or
-    the beginning of some (field); all of them if none is named.  Each is trained in
-    FP32, in FP16 without scaling, with three fixed scales, with torch's GradScaler and
-    with Buoy's Headroom.  Ctrl-C stops early and reports what there is.
+    WORKLOAD is one of field-1, field-1e-3, field-1e-5, jump-down, jump-up, bandit,
+    bce, letters, or the beginning of some (field); all of them if none is named.
+
+    Each is trained in FP32, in FP16 without scaling, with three fixed scales, with
+    torch's GradScaler and with Buoy's Headroom.  Ctrl-C stops early and reports what
+    there is.
     """
     extra = {
         spec: make(name, **given)

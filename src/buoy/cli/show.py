@@ -1,6 +1,11 @@
 """Run the demo's trainings with a live table, and tell how they went."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -29,17 +34,29 @@ def show(
     *,
     steps: int | None,
     seeds: int,
+    out: str,
     as_json: bool,
 ) -> bool:
-    """Train everything that was asked for, and print it; False if it was stopped."""
+    """Train everything that was asked for, and report; False if it was stopped."""
     columns = [*COLUMNS.values(), *(column_of(spec, p) for spec, p in extra.items())]
     results = Results(_chosen(names), columns)
     whole = _train(results, _jobs(results, steps, seeds), seeds)
+    page = _written(results, out, whole=whole)
     if as_json:
-        json_out({**results.as_dict(), "interrupted": not whole})
+        report = None if page is None else str(page)
+        json_out({**results.as_dict(), "interrupted": not whole, "report": report})
     else:
-        _tell(results, whole=whole)
+        _tell(results, page, whole=whole)
     return whole
+
+
+def _written(results: Results, out: str, *, whole: bool) -> Path | None:
+    """Write the page, unless there is nothing to show or nothing to draw it with."""
+    if not results.outcomes or not find_spec("bokeh"):
+        return None
+    from buoy.demo.page import write  # noqa: PLC0415 - imports Bokeh
+
+    return write(results, out, whole=whole)
 
 
 def _chosen(names: Sequence[str]) -> list[Workload]:
@@ -109,13 +126,12 @@ def table(results: Results, seeds: int = 0) -> Table:
     """Lay the results out: a row per workload, a column per way."""
     made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("", no_wrap=True)
-    made.add_column("", no_wrap=True)
     for column in results.columns:
         head = column.name.replace("static ", "static\n") if seeds == 0 else column.name
         made.add_column(head, justify="right", overflow="fold")
     for workload in results.workloads:
         cells = (_cell(results, workload, column, seeds) for column in results.columns)
-        made.add_row(workload.name, workload.metric, *cells)
+        made.add_row(workload.name, *cells)
     return made
 
 
@@ -131,17 +147,39 @@ def _cell(results: Results, workload: Workload, column: Column, seeds: int) -> T
     return Text(text, style="dim" if pending else "green" if good else "")
 
 
-def _tell(results: Results, *, whole: bool) -> None:
+def _tell(results: Results, page: Path | None, *, whole: bool) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, _NARROWEST)
     if not whole:
         console.print("Stopped early: this is what there was.")
     console.print(table(results))
-    console.print("x: more than 2 % worse than FP32. Mean over seeds.")
-    for line in _sentences(results):
-        console.print(f"- {line}", soft_wrap=False)
-
-
-def _sentences(results: Results) -> Iterable[str]:
+    console.print(f"{_metrics(results)}; mean over seeds. x: over 2 % worse than FP32.")
     for claim in results.claims():
-        yield claim.text
+        console.print(f"- {claim.text}")
+    if page is not None:
+        seen = "opened in your browser" if _opened(page) else "open it in a browser"
+        console.print(f"\nReport: {page} ({seen}).", soft_wrap=True)
+    elif results.outcomes:
+        console.print("\nNo report: it needs Bokeh, `pip install buoy\\[report]`.")
+
+
+def _metrics(results: Results) -> str:
+    """Say what the figures are: "R^2 (field-1), loss (bce, lower is better)"."""
+    found: dict[str, list[str]] = {}
+    for workload in results.workloads:
+        found.setdefault(workload.metric, []).append(workload.name)
+    lower = {w.metric for w in results.workloads if not w.higher}
+    return ", ".join(
+        f"{metric} ({', '.join(names)}{'; lower is better' if metric in lower else ''})"
+        for metric, names in found.items()
+    )
+
+
+def _opened(page: Path) -> bool:
+    """Open the page if somebody is there to see it."""
+    there = sys.platform in {"darwin", "win32"} or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
+    )
+    if not (there and sys.stdout.isatty()):
+        return False
+    return webbrowser.open(page.resolve().as_uri())

@@ -58,7 +58,7 @@ def train(
     """Train, and judge the FP32 weights in FP32."""
     began = time.perf_counter()
     with _seeded(seed) as source:
-        run = Run(workload, column, source)
+        run = Run(workload, column, source, steps)
         for step in range(steps):
             if step % _ASK == 0 and stop():
                 break
@@ -91,9 +91,9 @@ class Run:
     """A training as it goes on."""
 
     def __init__(
-        self, workload: Workload, column: Column, source: torch.Generator
+        self, workload: Workload, column: Column, source: torch.Generator, steps: int
     ) -> None:
-        self.task = workload.make(source)
+        self.task = workload.make(source, steps)
         self.stuck = ""
         self.rows: list[Row] = []
         self.shots: list[Shot] = []

@@ -42,7 +42,7 @@ class Workload:
     lr: float
     steps: int
     precision: Literal["fp16", "emulated"] = "fp16"
-    make: Callable[[torch.Generator], Task]
+    make: Callable[[torch.Generator, int], Task]  # of so many steps
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -195,7 +195,21 @@ def _field(unit: str, in_words: str) -> Workload:
         higher=True,
         lr=3e-3,
         steps=800,
-        make=lambda source: field(source, float(unit)),
+        make=lambda source, _: field(source, float(unit)),
+    )
+
+
+def _jump(way: str, unit: float, steps: int, in_words: str) -> Workload:
+    factor = 1e3 if way == "up" else 1e-3
+    return Workload(
+        name=f"jump-{way}",
+        title=f"Loss jumps {way} 1000-fold",
+        words=in_words,
+        metric="R^2",
+        higher=True,
+        lr=3e-3,
+        steps=steps,
+        make=lambda source, count: field(source, unit, halfway(count, factor)),
     )
 
 
@@ -211,16 +225,21 @@ _ALL = (
         "Squared errors of 1e-10: a scale of 2^16 is far too low, and torch's rule "
         "doubles it only every 2000 clean steps.",
     ),
-    Workload(
-        name="jump",
-        title="Loss falls 1000-fold midway",
-        words="The field at unit 1e-3, its loss divided by 1000 halfway, as when a "
-        "weight in front of it changes: the right scale is 2^10 times higher at once.",
-        metric="R^2",
-        higher=True,
-        lr=3e-3,
-        steps=800,
-        make=lambda source: field(source, 1e-3, halfway(800, 1e-3)),
+    _jump(
+        "down",
+        1e-3,
+        800,
+        "The field at unit 1e-3, its loss divided by 1000 halfway, as when a weight in "
+        "front of it changes: the right scale is 2^10 times higher at once. Torch's "
+        "stays where it was, and learning stops.",
+    ),
+    _jump(
+        "up",
+        1.0,
+        400,
+        "The field at unit 1, its loss multiplied by 1000 halfway: the right scale is "
+        "2^10 times lower at once. Torch finds out by losing steps, Buoy by looking at "
+        "the loss.",
     ),
     Workload(
         name="bandit",
@@ -230,7 +249,7 @@ _ALL = (
         higher=True,
         lr=3e-3,
         steps=600,
-        make=bandit,
+        make=lambda source, _: bandit(source),
     ),
     Workload(
         name="bce",
@@ -242,7 +261,7 @@ _ALL = (
         lr=5e-3,
         steps=300,
         precision="emulated",
-        make=tags,
+        make=lambda source, _: tags(source),
     ),
     Workload(
         name="letters",
@@ -254,7 +273,7 @@ _ALL = (
         lr=2e-3,
         steps=200,
         precision="emulated",
-        make=letters,
+        make=lambda source, _: letters(source),
     ),
 )
 

@@ -1,10 +1,7 @@
 """One page for one run or several: self-contained, and at home offline."""
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +19,13 @@ from buoy.report.parts import (
     skips,
 )
 from buoy.report.run import Run
-from buoy.report.theme import RUNS
+from buoy.report.sheet import save, sheet, slot
 from buoy.report.words import Summary, summary
 
 __all__ = ["html", "write"]
 
 Policies = Mapping[str, str | Policy] | Iterable[str | Policy]
 Judged = tuple[Run, Facts, Summary]
-_BUOY = (
-    '<svg viewBox="0 0 24 24" aria-hidden="true" fill="currentColor"><path d="M11 2h2'
-    "v3h-2zM9.2 6h5.6l2.4 9H6.8zM3 17c1.5 0 1.5 1 3 1s1.5-1 3-1 1.5 1 3 1 1.5-1 3-1 "
-    "1.5 1 3 1 1.5-1 3-1v2c-1.5 0-1.5 1-3 1s-1.5-1-3-1-1.5 1-3 1-1.5-1-3-1-1.5 1-3 1-1"
-    '.5-1-3-1z"/></svg>'
-)
 
 
 def write(
@@ -65,19 +56,7 @@ def write(
         True
         >>> folder.cleanup()
     """
-    text = html(runs, title=title, intro=intro, policies=policies)
-    target = Path(out)
-    part = target.with_name(target.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
-    except OSError as error:
-        message = (
-            f"Cannot write the report {str(target)!r}: {error.strerror or error}. "
-            "Name a file in a folder that exists and may be written to."
-        )
-        raise TraceError(message) from error
-    return target
+    return save(html(runs, title=title, intro=intro, policies=policies), out)
 
 
 def html(
@@ -95,7 +74,7 @@ def html(
     chosen = policies if isinstance(policies, Mapping) else tuple(policies)
     body = _alone(*judged[0], chosen) if len(judged) == 1 else _several(judged, chosen)
     title = title or " and ".join(run.label for run in known[:3])
-    return _page(title, intro, body)
+    return sheet(title, intro, *body)
 
 
 def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, Any]:
@@ -181,24 +160,20 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     return made
 
 
-def _slot(name: str) -> str:
-    return f"<!--chart {name}-->"
-
-
 def _common(charts: dict[str, Any], runs: Sequence[Run]) -> list[str]:
     marks = "a mark for every skipped step" + (
         ", its shape tells why" if len(runs) == 1 else ""
     )
     hint = "Drag across any chart to zoom into all of them."
-    boxes = [figure_box(_slot("scale"), "Scale", f"over the steps, {marks}. {hint}")]
+    boxes = [figure_box(slot("scale"), "Scale", f"over the steps, {marks}. {hint}")]
     if "headroom" in charts:
         words = "bits between the largest scaled gradient and the format's maximum."
-        boxes.append(figure_box(_slot("headroom"), "Headroom:", words))
+        boxes.append(figure_box(slot("headroom"), "Headroom:", words))
     made = [section("The scale and its room", key(runs), *boxes, name="scale")]
     curves = [name for name in charts if name.startswith("curve ")]
     if curves:
         boxes = [
-            figure_box(_slot(name), _title(name.removeprefix("curve ")), "")
+            figure_box(slot(name), _title(name.removeprefix("curve ")), "")
             for name in curves
         ]
         made.append(section("Training", key(runs), *boxes, name="training"))
@@ -213,7 +188,7 @@ def _title(name: str) -> str:
 def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
     maps = [
         figure_box(
-            _slot(f"heat {i}"),
+            slot(f"heat {i}"),
             "Size of the scaled gradients" if len(runs) == 1 else run.label,
             "over the steps: the darker, or in the dark the brighter, the more."
             if len(runs) == 1
@@ -229,60 +204,7 @@ def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
     return section(
         "Where the gradients lie",
         f'<div class="maps">{"".join(maps)}</div>' if len(maps) > 1 else maps[0],
-        figure_box(_slot("shares"), "Share of the gradients", f"{what}, in percent."),
+        figure_box(slot("shares"), "Share of the gradients", f"{what}, in percent."),
         key(runs),
         name="gradients",
     )
-
-
-def _colours() -> str:
-    """Give the runs' colours to the style sheet."""
-    light, dark = (
-        "".join(f"--run-{i}: {pair[coat]}; " for i, pair in enumerate(RUNS))
-        for coat in (0, 1)
-    )
-    return f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
-
-
-def _page(title: str, intro: str, made: tuple[str, dict[str, Any]]) -> str:
-    from bokeh.embed import components  # noqa: PLC0415
-    from bokeh.resources import Resources  # noqa: PLC0415
-
-    body, charts = made
-    drawn = {name.replace(" ", "_"): chart for name, chart in charts.items()}
-    script, places = components(drawn) if drawn else ("", {})
-    for name in charts:
-        body = body.replace(_slot(name), places[name.replace(" ", "_")])
-    resources = Resources(mode="inline", components=["bokeh"])
-    runtime = resources.render_js() if drawn else ""
-    room = files("buoy.report")
-    css = _colours() + room.joinpath("page.css").read_text("utf-8")
-    js = room.joinpath("page.js").read_text("utf-8")
-    made_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    words = f"<p>{escape(intro)}</p>" if intro else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{escape(title)} - Buoy report</title>
-<style>
-{css}</style>
-{runtime}
-</head>
-<body>
-<div class="wrap">
-<header><div><span class="mark">{_BUOY}Buoy report</span><h1>{escape(title)}</h1>{words}
-</div><button type="button" class="toggle" id="theme">Dark</button></header>
-<main>
-{body}
-</main>
-<footer>Made by Buoy on {made_at}. Everything on this page is in this one file.</footer>
-</div>
-{script}
-<script>
-{js}</script>
-</body>
-</html>
-"""
