@@ -1,7 +1,9 @@
 """`buoy demo` as people run it: in a process of its own, interrupted by Ctrl-C."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -83,6 +85,28 @@ def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path):
     page = (tmp_path / "part.html").read_text()
     assert "What loss scaling does (stopped early)" in page
     assert "this is what there was" in page
+
+
+def test_a_terminal_sees_the_table_fill(tmp_path):
+    """Live, on stderr; stdout is left for what is piped on."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command("bandit", "--steps", "2", "--seeds", "1", "--json"),
+        env={**environment(), "TERM": "xterm"}, cwd=tmp_path,
+        stdin=slave, stdout=subprocess.PIPE, stderr=slave,
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal is told
+        while part := os.read(master, 4096):
+            shown += part
+    out, _ = process.communicate(timeout=60)
+    os.close(master)
+
+    assert 0 == process.returncode
+    assert json.loads(out)["interrupted"] is False
+    assert b"7/7" in shown
+    assert b"bandit" in shown
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def table(results: Results, seeds: int = 0) -> Table:
     made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("", no_wrap=True)
     for column in results.columns:
-        head = column.name.replace("static ", "static\n") if seeds == 0 else column.name
+        head = column.name.replace("static ", "static\n")
         made.add_column(head, justify="right", overflow="fold")
     for workload in results.workloads:
         cells = (_cell(results, workload, column, seeds) for column in results.columns)

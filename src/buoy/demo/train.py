@@ -98,8 +98,8 @@ class Run:
         self.rows: list[Row] = []
         self.shots: list[Shot] = []
         net = self.task.net
-        self._params = list(net.parameters())
-        self._names = [name for name, _ in net.named_parameters()]
+        self._weights = dict(net.named_parameters())
+        self._params = list(self._weights.values())
         self._optimizer = torch.optim.Adam(
             self._params, workload.lr, eps=1e-15, fused=True
         )
@@ -113,7 +113,8 @@ class Run:
     def step(self, number: int, *, look: bool) -> None:
         """Take one step as everybody's loop does, and write down what became of it."""
         self._optimizer.zero_grad()
-        forward = _in_fp16(self.task.net) if self._real else self.task.net
+        net = self.task.net
+        forward = _in_fp16(net, self._weights) if self._real else net
         with emulate("fp16", keep=LOSSES) if self._emulated else nullcontext():
             loss = self.task.loss(number, forward)
             torch.autograd.backward(self._scaler.scale(loss))
@@ -130,7 +131,7 @@ class Run:
         bins = exponents(grads, 0).tolist()
         return {
             name: Counts.of_exponents(found, grad.numel())
-            for name, found, grad in zip(self._names, bins, grads, strict=True)
+            for name, found, grad in zip(self._weights, bins, grads, strict=True)
         }
 
     def _row(self, number: int, scale: float, amax: float, loss: float) -> Row:
@@ -141,8 +142,8 @@ class Run:
         return Row(number, time.time(), scale, applied, verdict, None, amax, loss)
 
 
-def _in_fp16(net: nn.Module) -> Forward:
-    weights = {name: param.half() for name, param in net.named_parameters()}
+def _in_fp16(net: nn.Module, masters: dict[str, nn.Parameter]) -> Forward:
+    weights = {name: master.half() for name, master in masters.items()}
 
     def forward(x: Tensor) -> Tensor:
         x = x.half() if x.is_floating_point() else x
