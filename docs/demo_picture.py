@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("--out", type=Path, default=HERE / "demo.png")
-    parser.add_argument("--height", type=int, default=1130)
+    parser.add_argument("--height", type=int, default=1155)
     parser.add_argument("--top", type=int, default=0, help="how far to scroll down")
     chosen = parser.parse_args()
     options = ChromeOptions()

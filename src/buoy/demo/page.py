@@ -83,7 +83,7 @@ def _glance(results: Results, *, whole: bool) -> str:
 
 
 def _name(workload: Workload) -> str:
-    better = "higher is better" if workload.higher else "lower is better"
+    better = "high is good" if workload.higher else "low is good"
     return (
         f'<a href="#{workload.name}">{escape(workload.title)}</a><br>'
         f'<span class="note">{escape(f"{workload.name}: {workload.metric}, {better}")}'
