@@ -167,6 +167,8 @@ def test_an_overflow_in_any_evaluation_restores_the_starting_point(kind, form, s
             assert len(closure.calls) == bad
             assert scaler.last_step.verdict == "forward_nonfinite"
             assert "0.weight" in scaler.last_step.offenders
+            assert not math.isfinite(scaler.last_step.norm)
+            assert all(p.grad is None for p in model.parameters())
         scaler.update()
     single = kind in {"adamw", "fused adamw", "fused momentum"}
     assert skipped == (0 if single and spoiled == 2 else 2)

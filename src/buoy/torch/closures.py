@@ -14,7 +14,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from buoy._core.state import Verdict
-from buoy.torch import apply, words
+from buoy.torch import apply, words, words_beyond
 from buoy.torch.gather import parameters_of
 from buoy.torch.start import StartingPoint
 
@@ -71,6 +71,10 @@ def step(
     """Let an optimizer evaluate; apply what it makes of it, or start over."""
     if scaler._never_sync or torch.compiler.is_compiling():
         raise words.closure_never_syncs()
+    if scaler._spikes is not None:
+        raise words.closure_spikes()
+    if scaler._window is not None:
+        raise words_beyond.window_open("step")
     record = scaler._per_optimizer_states[id(optimizer)]
     if record["stage"] is OptState.STEPPED:
         raise words.step_twice()
@@ -89,8 +93,7 @@ def step(
     except BaseException:
         start.restore()
         raise
-    evaluation.conclude()
-    return result
+    return result if evaluation.conclude(start) else None
 
 
 class _Evaluation:
@@ -179,12 +182,20 @@ class _Evaluation:
         if not self.records:
             raise words.closure_not_called(type(self.optimizer).__name__)
 
-    def conclude(self) -> None:
+    def conclude(self, start: StartingPoint) -> bool:
         """Note one step for all evaluations: the last, and the largest of all."""
+        scaler = self.scaler
         record = {**self.records[-1], **apply.largest(self.records)}
         record["stage"] = OptState.STEPPED
-        self.scaler._per_optimizer_states[id(self.optimizer)] = record
-        self.scaler._report(self.optimizer, record, self._scale)
+        scaler._per_optimizer_states[id(self.optimizer)] = record
+        if scaler._joint is not None:
+            scaler._joint.adopt(record, start, scaler._home())
+        report = scaler._report(self.optimizer, record, self._scale)
+        if not record["finite"]:
+            _ = report.norm  # while the gradients are there
+            for param in parameters_of(self.optimizer):
+                param.grad = None  # or the next step would take them for pending ones
+        return bool(record["finite"])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy.torch import apply
+from buoy.torch.start import StartingPoint
 from buoy.torch.step import LastStep
 from buoy.torch.undo import Undo
 
@@ -19,7 +20,7 @@ __all__ = ["Joint"]
 
 class _Taken(NamedTuple):
     record: dict[str, Any]
-    undo: Undo
+    undo: Undo | StartingPoint
     report: list[LastStep]  # one, once the step was taken
 
 
@@ -38,6 +39,19 @@ class Joint:
             if earlier is not None:
                 apply.add_cause(record, earlier, home)
         self._taken.append(_Taken(record, Undo(optimizer), []))
+
+    def adopt(self, record: dict[str, Any], start: StartingPoint, home: Any) -> None:
+        """Take in a step that was taken already, with a closure; or take it back."""
+        if self._taken:
+            earlier = apply.combined(
+                self._taken[-1].record["found_inf_per_device"], home
+            )
+            if earlier is not None and backend.read([earlier])[0]:
+                apply.add_cause(record, earlier, home)
+                if record["finite"]:
+                    start.restore()
+                record["finite"] = False
+        self._taken.append(_Taken(record, start, []))
 
     def after(self, record: dict[str, Any], report: LastStep) -> None:
         """Note what was said of a step."""

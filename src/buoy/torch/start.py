@@ -50,6 +50,13 @@ class StartingPoint:
             for group, settings in zip(one.param_groups, groups, strict=True):
                 group.update(settings)
 
+    now = restore
+
+    def where(self, skip: torch.Tensor) -> None:
+        """Put everything back if `skip` is true; this asks, as all closures do."""
+        if skip.item():
+            self.restore()
+
 
 def _family(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer and those that it holds."""

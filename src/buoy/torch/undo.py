@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from buoy.torch.masters import masters_of
 from buoy.torch.select import put_back, refuse_unknown
 
 __all__ = ["Undo"]
@@ -32,6 +33,13 @@ class Undo:
             for param in group["params"]
             if param.grad is not None
         ]
+        masters = masters_of(optimizer)
+        if masters is not None:
+            self._params += [(one, one.detach().clone()) for one in masters.masters]
+        self._settings = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         self._state = {
             param: {name: (value, _copied(value)) for name, value in held.items()}
             for param, held in getattr(optimizer, "state", {}).items()
@@ -42,6 +50,9 @@ class Undo:
         """Put everything back; state that the step made is gone again."""
         for param, old in self._params:
             param.copy_(old)
+        groups = self._optimizer.param_groups
+        for group, settings in zip(groups, self._settings, strict=True):
+            group.update(settings)
         state = getattr(self._optimizer, "state", {})
         for param in [param for param in state if param not in self._state]:
             del state[param]

@@ -31,6 +31,7 @@ __all__ = [
     "closure_never_syncs",
     "closure_not_called",
     "closure_returns_scaled",
+    "closure_spikes",
     "closure_unscaled",
     "closure_updates",
     "closure_without_loss",
@@ -173,6 +174,15 @@ def closure_not_called(kind: str) -> ClosureError:
         f"{kind} stepped without calling the closure, so by gradients that nothing "
         "has checked; the step was taken back. Compute them before it: "
         "`scaler.scale(loss).backward()`, then `scaler.step(optimizer)`."
+    )
+
+
+def closure_spikes() -> ClosureError:
+    """Say that evaluations of a line search are no batches."""
+    return ClosureError(
+        "`spike_guard` does not go with a closure: an optimizer evaluates where it "
+        "will not stay, so the norms there say nothing about the batch. Use a scaler "
+        "without `spike_guard` for this optimizer."
     )
 
 
