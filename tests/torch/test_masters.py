@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from nets import OPTIMIZERS, batch, net, spoil
+from no_host_reads import no_host_reads
 
 from buoy.torch import (
     DtypeDriftError,
@@ -296,6 +297,76 @@ def test_micro_batches_add_up_beyond_fp16s_range():
         scaler.scale((total * 60000.0).sum()).backward()
         optimizer._buoy_masters.widen()
     assert total.grad.tolist() == [120000.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["fused adamw", "fused momentum"])
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_with_a_fused_optimizer_nothing_is_read_on_the_host(kind, hidden, clip):
+    """Masters, their gradients and the write-back ask nobody, skipped or not."""
+    model, optimizer, scaler = made(kind)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaled = scaler.scale(loss_of(model, step))
+        scaled.backward()
+        if step in {0, 2}:
+            spoil(model, "inf")
+        with no_host_reads(hidden=hidden):
+            if clip is not None:
+                scaler.clip_grad_norm_(optimizer, clip)
+            scaler.step(optimizer)
+            scaler.update()
+    clean, reference, other = made(kind)
+    train(other, clean, reference, 4, clip=clip, events={0, 2})
+    assert equal(weights(clean), weights(model))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "SparseAdam", "Muon"])
+def test_optimizers_with_state_of_their_own_kind(name):
+    """Factored moments, sparse gradients, matrices only."""
+    if not hasattr(torch.optim, name):
+        name = "Adafactor"
+    layer = torch.nn.Embedding(6, 4, sparse=name == "SparseAdam").half()
+    optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", fp16_params="master", init_scale=8.0)
+    before = layer.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = layer(torch.tensor([1, 1, 4])).float().square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step.applied
+    moved = (layer.weight != before).any(1).nonzero().flatten().tolist()
+    assert {1, 4} <= set(moved)
+    state = [v for v in optimizer.state[layer.weight].values() if torch.is_tensor(v)]
+    assert {v.dtype for v in state} == {torch.float32}
+
+
+def test_frozen_parameters_cost_nothing():
+    """A base model in FP16 under FP32 adapters has no masters until it is thawed."""
+    model, optimizer, scaler = made("adamw")
+    model[0].requires_grad_(False)
+    train(scaler, model, optimizer, 2)
+    assert len(optimizer._buoy_masters.masters) == 2
+    model[0].requires_grad_(True)
+    train(scaler, model, optimizer, 2)
+    assert len(optimizer._buoy_masters.masters) == 4
+
+
+def test_distributed_checkpoints_hold_masters():
+    """torch.distributed.checkpoint names them like any other state."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    model, optimizer, scaler = made("adamw")
+    train(scaler, model, optimizer, 3)
+    saved = dcp.get_optimizer_state_dict(model, optimizer)
+    again, other, _ = made("adamw")
+    MasterWeights(other)
+    again.load_state_dict(model.state_dict())
+    dcp.set_optimizer_state_dict(again, other, saved)
+    assert "master_param" in saved["state"]["0.weight"]
+    assert equal(optimizer._buoy_masters.masters, other._buoy_masters.masters)
 
 
 # -- the optimizer looks as ever ------------------------------------------------------

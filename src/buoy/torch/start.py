@@ -1,5 +1,6 @@
 """Where a step began, so that it can be given up half-way."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ class StartingPoint:
             held = [*held, *masters.masters]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in held]
         self._parts = [
-            (one, _copied(dict(one.state)), [_settings(g) for g in one.param_groups])
+            (one, _copied(_state(one)), [_settings(g) for g in one.param_groups])
             for one in _family(optimizer)
         ]
 
@@ -45,8 +46,8 @@ class StartingPoint:
         for tensor, old in self._tensors:
             tensor.copy_(old)
         for one, state, groups in self._parts:
-            one.state.clear()
-            one.state.update(state)
+            _state(one).clear()
+            _state(one).update(state)
             for group, settings in zip(one.param_groups, groups, strict=True):
                 group.update(settings)
 
@@ -61,9 +62,13 @@ class StartingPoint:
 def _family(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer and those that it holds."""
     yield optimizer
-    for value in list(vars(optimizer).values()):
+    for value in list(getattr(optimizer, "__dict__", {}).values()):
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
             yield from _family(value)
+
+
+def _state(optimizer: Any) -> Any:
+    return getattr(optimizer, "state", {})
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -71,11 +76,15 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy tensors wherever they lie in dicts, lists and tuples; keep their keys."""
+    """Copy tensors wherever they lie in containers; keep what else there is."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _copied(part) for key, part in value.items()}
+    if isinstance(value, deque):
+        return deque(map(_copied, value), value.maxlen)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(part) for part in value)
+        return type(value)(map(_copied, value))
     return value

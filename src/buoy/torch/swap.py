@@ -64,11 +64,13 @@ class Swap:
         found, drifted = [], []
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                if param.dtype not in HALVES and id(param) not in self._pairs:
+                if id(param) in self._pairs:
+                    found.append(self._pairs[id(param)])
+                elif param.dtype not in HALVES:
                     self._wide.add(id(param))
                 elif id(param) in self._wide:
                     drifted.append(param)
-                else:
+                elif param.requires_grad or param.grad is not None:
                     found.append(self._pair(param))
         if drifted:
             described = self._names.described(self.optimizer, drifted)
@@ -76,10 +78,8 @@ class Swap:
         return found
 
     def _pair(self, param: torch.Tensor) -> Pair:
-        pair = self._pairs.get(id(param))
-        if pair is None:
-            pair = self._pairs[id(param)] = Pair(param, keep=self.rounding is None)
-            self._owners[id(pair.master)] = pair
+        pair = self._pairs[id(param)] = Pair(param, keep=self.rounding is None)
+        self._owners[id(pair.master)] = pair
         return pair
 
     @torch.no_grad()
