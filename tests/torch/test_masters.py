@@ -538,6 +538,41 @@ def test_a_plain_fp32_optimizers_checkpoint_loads_and_the_other_way_round():
     assert torch.isfinite(wide[0].weight).all()
 
 
+def test_going_back_to_a_checkpoint_without_masters_takes_the_weights_as_they_are():
+    """No low bits of the run that was given up stay behind."""
+    model, optimizer, scaler = made("adamw")
+    MasterWeights(optimizer)
+    saved = model.state_dict(), optimizer.state_dict()  # masters equal weights
+    saved = through_a_file(saved)
+    optimizer.param_groups[0]["lr"] = 1e-7
+    train(scaler, model, optimizer, 2)
+    assert equal(weights(net().half()), weights(model))
+    optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])
+    with optimizer._buoy_masters.swapped():
+        pass
+    start = [param.float() for param in net().half().parameters()]
+    assert equal(start, optimizer._buoy_masters.masters)
+
+
+def test_a_parameter_that_never_had_a_gradient_is_not_saved_as_if_it_had():
+    """A plain Adam that loads the checkpoint begins its state when one comes."""
+    model, optimizer, scaler = made("adamw")
+    spare = torch.nn.Parameter(torch.ones(2).half())
+    optimizer.add_param_group({"params": [spare]})
+    train(scaler, model, optimizer, 2)
+    saved = optimizer.state_dict()
+    assert "master_param" in saved["state"][0]
+    assert 4 not in saved["state"]
+    wide = [*net().parameters(), torch.nn.Parameter(torch.ones(2))]
+    plain = MORE["adamw"](wide[:4])
+    plain.add_param_group({"params": wide[4:]})
+    plain.load_state_dict(saved)
+    wide[4].grad = torch.ones(2)
+    plain.step()
+    assert (wide[4] < 1.0).all()
+
+
 def test_a_failed_load_leaves_everything_in_place():
     """Parameters are back in their groups."""
     model, optimizer, scaler = made("adamw")

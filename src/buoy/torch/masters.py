@@ -155,12 +155,14 @@ class MasterWeights(Swap):
             pair.narrow()
 
     def _add_masters(self, _: Any, saved: dict[str, Any]) -> None:
-        """Save each master beside its parameter's state, once it differs from it."""
+        """Save masters that differ from their parameters, beside the latters' state."""
         if self.rounding or not self._stepped:
             return
         for key, param in self._numbered(saved["param_groups"]):
             master = self.of(param)
-            if master is not None:
+            # One that never moved is not saved: alone it would look like a state to an
+            # optimizer that has none for this parameter yet.
+            if master is not None and not torch.equal(master, param.float()):
                 state = saved["state"].get(key, {})
                 saved["state"][key] = {**state, _KEY: master.detach()}
 
@@ -174,7 +176,7 @@ class MasterWeights(Swap):
             return
         for key, param in self._numbered(state_dict["param_groups"]):
             kept = states.get(key, {}).get(_KEY)
-            if kept is not None and id(param) in self._pairs:
+            if id(param) in self._pairs:
                 self._pairs[id(param)].load(kept)
                 self._stepped = True
 

@@ -11,7 +11,7 @@ __all__ = ["Pair"]
 class Pair:
     """A parameter and what stands in its place while its optimizer steps."""
 
-    __slots__ = ("keep", "master", "param", "seen")
+    __slots__ = ("_equal", "keep", "master", "param", "seen")
 
     def __init__(self, param: torch.Tensor, *, keep: bool) -> None:
         self.param, self.keep = param, keep
@@ -19,6 +19,7 @@ class Pair:
         self.master = torch.nn.Parameter(wide, requires_grad=param.requires_grad)
         # What the parameter was when both were last equal; None if that is not known.
         self.seen: tuple[int, int, torch.dtype] | None = self._now()
+        self._equal = False  # the master is to be taken from the parameter, whole
 
     def _now(self) -> tuple[int, int, torch.dtype]:
         local = getattr(self.param, "_local_tensor", self.param)
@@ -55,15 +56,19 @@ class Pair:
         if self.master.device != now.device:
             self.master.data = self.master.data.to(now.device)
         rounded = nearest(self.master, before[2] if before else now.dtype)
-        same = rounded.to(now.dtype) == now
+        same = (rounded.to(now.dtype) == now) & (not self._equal)
         self.master.copy_(torch.where(same, self.master, now.float()))
-        self.seen = self._now()
+        self.seen, self._equal = self._now(), False
 
     @torch.no_grad()
-    def load(self, saved: torch.Tensor) -> None:
-        """Take a saved master; the parameter, loaded before or after, has its say."""
-        self.master.copy_(saved)
-        self.seen = None
+    def load(self, saved: torch.Tensor | None) -> None:
+        """Take a saved master; the parameter, loaded before or after, has its say.
+
+        None was saved if it was equal to its parameter, or there was none.
+        """
+        if saved is not None:
+            self.master.copy_(saved)
+        self.seen, self._equal = None, saved is None
 
     def widen(self) -> None:
         """Replace a half-precision gradient by the same in FP32."""
