@@ -32,11 +32,7 @@ FEATURES = [
 APART = {
     frozenset({"never", "fused"}): "a fused optimizer needs no `sync='never'`",
     frozenset({"local", "masters"}): "local scales refuse FP16 parameters",
-    frozenset({"closure", "masters"}): "FP16 masters are made after the gradients",
     frozenset({"closure", "accumulate"}): "a closure computes its own gradients",
-    frozenset({"closure", "clip"}): "gradients exist only inside the step",
-    frozenset({"closure", "run"}): "a failed closure restores the start by itself",
-    frozenset({"closure", "joint"}): "a closure's step cannot wait for another",
     frozenset({"closure", "spikes"}): "gradients exist only inside the step",
     frozenset({"closure", "never"}): "a closure's optimizer asks the host itself",
 }  # fmt: skip
@@ -127,9 +123,10 @@ class Trained:
 
     def train(self):
         for step in range(STEPS):
-            if "closure" in self.on:
-                self.group.step(self.optimizer, lambda s=step: self.evaluated(s))
-                self.scaler.update()
+            if {"closure", "run"} <= self.on:
+                self.scaler.run(lambda s=step: self.closed(s))
+            elif "closure" in self.on:
+                self.closed(step)
             elif "run" in self.on:
                 found = [self.others] if "joint" in self.on else []
                 self.scaler.run(lambda s=step: self.backward(s), self.optimizer, *found)
@@ -143,10 +140,21 @@ class Trained:
                 self.scaler.update()
         return self
 
+    def closed(self, step):
+        self.group.step(self.optimizer, lambda: self.evaluated(step))
+        if "joint" in self.on:
+            self.others.zero_grad()
+            factor = math.inf if step == PARTNER_BAD else 1.0
+            self.group.scale(loss_of(self.other, step, 9) * factor).backward()
+            self.group.step(self.others)
+        self.scaler.update()
+
     def evaluated(self, step):
         self.optimizer.zero_grad()
         loss = loss_of(self.model, step, 1, self.on)
         self.group.scale(loss).backward()
+        if "clip" in self.on:
+            self.group.clip_grad_norm_(self.optimizer, 0.5)
         return loss
 
     def backward(self, step):

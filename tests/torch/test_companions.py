@@ -1,4 +1,4 @@
-"""What goes with what: each feature with each companion (docs/combinations.md).
+"""Each feature with each companion, bit for bit (docs/combinations.md).
 
 Every run takes six batches, the third of which makes the loss infinite: it must count
 for nothing, whatever features are on.

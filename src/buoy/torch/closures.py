@@ -80,6 +80,7 @@ def step(
         raise words.step_twice()
     scaler._refuse_alias(optimizer, record)
     scaler._guide.before_step(scaler, optimizer)
+    scaler._halves.masters(optimizer, scaler._names)  # before the optimizer begins
     evaluation = _Evaluation(scaler, optimizer, closure_of(args, kwargs))
     args, kwargs = _with(evaluation, args, kwargs)
     start = StartingPoint(optimizer)

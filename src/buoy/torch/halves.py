@@ -36,15 +36,20 @@ class Halves:
 
     def gather(self, optimizer: Any, names: Names, allow: bool = True) -> Gathered:
         """Find the gradients, in FP32 if there are masters; refuse what must not be."""
-        self._meet(optimizer)
-        masters = masters_of(optimizer)
-        if masters is None and self.wanted == "master":
-            masters = self._attach(optimizer, names)
+        masters = self.masters(optimizer, names)
         if masters is not None:
             masters.widen()
         found = gather(optimizer)
         if any(bucket.dtype is torch.float16 for bucket in found.buckets):
             self._refuse(optimizer, names, allow and self.wanted != "error")
+        return found
+
+    def masters(self, optimizer: Any, names: Names) -> MasterWeights | None:
+        """Find an optimizer's masters, or make them if they are wanted."""
+        self._meet(optimizer)
+        found = masters_of(optimizer)
+        if found is None and self.wanted == "master":
+            found = self._attach(optimizer, names)
         return found
 
     def _attach(self, optimizer: Any, names: Names) -> MasterWeights | None:
