@@ -54,7 +54,7 @@ def binades(runs: Sequence[Run]) -> tuple[int, int]:
         for _, _, shot in columns(run.recording.shots)
         for binade in total(shot.tensors.values())
     ]
-    return max(min([*used, -27]), _LEAST), min(max([*used, 16]), _LARGEST)
+    return max(min([*used, -27]), _LEAST), min(max([*used, 18]), _LARGEST)
 
 
 def heat_map(run: Run, span: tuple[int, int], x_range: Any) -> Any:
@@ -151,6 +151,7 @@ def shares_chart(runs: Sequence[Run], x_range: Any) -> Any:
 
     chart = figure_of("shares", 200, x_range=x_range)
     chart.yaxis.axis_label = "% of the gradients"
+    top = 1.0  # percent: less would be drawn as if it were much
     for index, run in enumerate(runs):
         parts = [
             (shot.step, found)
@@ -171,11 +172,13 @@ def shares_chart(runs: Sequence[Run], x_range: Any) -> Any:
             lines = {None: [100.0 * (f.zero + f.subnormal) for _, f in parts]}
         for number, (label, values) in enumerate(lines.items()):
             line = curve(chart, index + number, steps, values, label=label)
+            top = max(top, *values)
             line.name = f"shares {index} {number}"
             tips = [("step", "@x{0,0}"), ("share", "@y{0.[000]} %")]
             chart.add_tools(
                 HoverTool(renderers=[line], tooltips=tips, mode="vline", visible=False)
             )
+    chart.y_range.update(start=0.0, end=1.05 * top)
     if chart.legend:
         soft(chart.legend[0])
         chart.legend[0].orientation = "horizontal"

@@ -84,7 +84,9 @@ def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, A
         parts += _common(charts, [run])
         parts += [_map_section([run], charts)]
         parts += [
-            section("Layers", _LAYERS, layer_table(found, "layers-0"), name="layers"),
+            section(
+                "Layers", _LAYERS, layer_table(run, found, "layers-0"), name="layers"
+            ),
             section("Skipped steps", skips(run, found, "skips-0"), name="skips"),
             section(
                 "What other policies would have done",
@@ -97,9 +99,9 @@ def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, A
 
 
 _LAYERS = (
-    '<p class="note">Means over all looks at the scaled gradients. Zero counts what '
-    "underflowed and what was zero by nature, e.g. embeddings that a batch did not "
-    "use. Headings sort.</p>"
+    '<p class="note">Of the scaled gradients, means over all looks. Zero counts all '
+    "zeros; lost is an estimate, at the last look, of those that underflowed and were "
+    "not zero by nature. Headings sort.</p>"
 )
 
 
@@ -112,7 +114,9 @@ def _several(judged: Sequence[Judged], policies: Any) -> tuple[str, Any]:
     for i, (run, found, said) in enumerate(judged):
         inner = [
             judgement(run, found, said, level=3),
-            details(f"Layers ({len(found.layers)})", layer_table(found, f"layers-{i}")),
+            details(
+                f"Layers ({len(found.layers)})", layer_table(run, found, f"layers-{i}")
+            ),
             details(
                 f"Skipped steps ({found.skipped})", skips(run, found, f"skips-{i}")
             ),

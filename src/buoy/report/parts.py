@@ -7,6 +7,7 @@ from typing import Any
 
 from buoy._core.errors import BuoyError
 from buoy._core.replay import Replayed, oracle, replay
+from buoy.diagnose.estimate import estimate_underflow
 from buoy.report.facts import Facts
 from buoy.report.markup import Cell, chip, details, table, tiles
 from buoy.report.run import Run
@@ -26,6 +27,7 @@ __all__ = [
 
 _USUAL = ("headroom", "torch", "megatron")
 _LISTED = 500  # skips in words; the chart has all
+_ESTIMATED = 200  # tensors, the worst: an estimate takes milliseconds
 _NOTHING = "not measured"
 
 
@@ -124,10 +126,11 @@ def _share_cell(value: float | None) -> Cell:
     return Cell(share(value), f"{value:.6g}", bar=value)
 
 
-def layer_table(found: Facts, name: str) -> str:
+def layer_table(run: Run, found: Facts, name: str) -> str:
     """List every tensor, those that lose most first."""
     if not found.layers:
         return '<p class="soft">No histograms were recorded.</p>'
+    lost = _lost(run, found)
     rows = [
         [
             Cell(
@@ -137,14 +140,31 @@ def layer_table(found: Facts, name: str) -> str:
             ),
             Cell(f"{layer.size:,}", layer.size),
             _share_cell(layer.zero),
+            _share_cell(lost.get(layer.name)),
             _share_cell(layer.subnormal),
             Cell(_bits(layer.headroom), _value(layer.headroom)),
             Cell(f"{layer.offences:,}", layer.offences),
         ]
         for layer in found.layers
     ]
-    columns = ("tensor", "elements", "zero", "subnormal", "headroom", "overflows")
+    columns = ["tensor", "elements", "zero", "lost", "subnormal", "headroom"]
+    columns += ["overflows"]
     return table(name, columns, rows, caption="Tensors and what they lose")
+
+
+def _lost(run: Run, found: Facts) -> dict[str, float]:
+    """Estimate which share of each tensor underflowed, at the last finite look."""
+    latest: dict[str, Any] = {}
+    for shot in run.recording.shots:
+        if not any(seen.nonfinite for seen in shot.tensors.values()):
+            latest = shot.tensors
+    if run.recording.meta.get("format", "fp16") != "fp16":
+        return {}
+    return {
+        layer.name: estimate_underflow(latest[layer.name]).zero
+        for layer in found.layers[:_ESTIMATED]
+        if layer.name in latest
+    }
 
 
 def _value(value: float | None) -> float | str:
