@@ -2,7 +2,11 @@
 
 import copy
 import math
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,3 +203,47 @@ def test_a_failure_while_recording_ends_the_recording_alone(tmp_path, monkeypatc
     with pytest.warns(TraceWarning, match="recording has stopped"):
         scaler.trace.close()
     assert len(buoy.trace.load(tmp_path / "run.buoy").rows) == 1
+
+
+RANK = """
+import sys, torch
+from buoy.torch import GradScaler
+rank, meeting, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+torch.distributed.init_process_group(
+    "gloo", init_method="file://" + meeting, rank=rank, world_size=2
+)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cpu", model=model, trace=path)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).sum() * (float("inf") if step == rank == 1 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print(rank, scaler.trace is not None)
+if scaler.trace is not None:
+    scaler.trace.close()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_of_several_ranks_the_first_records(tmp_path):
+    """Two real processes: one file, and what the other rank broke is in it."""
+    path = tmp_path / "run.buoy"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meet"), str(path)],
+            env={**os.environ, "PYTHONPATH": str(Path(buoy.__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = sorted(rank.communicate(timeout=120)[0] for rank in ranks)
+    assert said == ["0 True\n", "1 False\n"]
+    recording = buoy.trace.load(path)
+    assert [row.applied for row in recording.rows] == [True, False, True]
+    assert (recording.meta["rank"], recording.meta["world"]) == (0, 2)
+    assert not list(tmp_path.glob("run-*.buoy"))
