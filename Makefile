@@ -38,6 +38,13 @@ browser:
 wheel: $(READY)
 	$(BIN)/python tests/try_wheel.py
 
+# Ray is large: it has a target and an environment of its own, and `make test` leaves
+# it out.
+test-ray:
+	$(PYTHON) -m venv $(VENV)-ray
+	$(VENV)-ray/bin/python -m pip install --quiet --editable '.[torch]' numpy 'ray[train]>=2.40'
+	$(VENV)-ray/bin/python tests/try_ray.py
+
 bench: $(READY)
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
@@ -49,4 +56,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

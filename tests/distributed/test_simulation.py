@@ -1,0 +1,18 @@
+"""The tables of docs/scale-out.md are what the benchmark prints."""
+
+from pathlib import Path
+
+from benchmarks import scale_out
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_documents_tables_are_printed(capsys, monkeypatch):
+    """Line by line; of the simulation those of one rank and of 10,000."""
+    monkeypatch.setattr(scale_out, "RANKS", [1, 10_000])
+    scale_out.print_cost()
+    scale_out.print_skips()
+    written = (ROOT / "docs" / "scale-out.md").read_text().splitlines()
+
+    for line in capsys.readouterr().out.splitlines():
+        assert line in written
