@@ -4,6 +4,7 @@ Alone there is nobody to ask, and finding that out is all that this costs.
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,20 +52,19 @@ class Ranks:
     """
 
     def __init__(self, given: ProcessGroups = None) -> None:
-        self._given = given
-        self._world: Any = None
-        self._groups: tuple[Any, ...] = () if given is None else _resolved(given)
+        # Not held: a group that outlives its process's end takes the process down.
+        self._given = None if given is None else [*map(weakref.ref, _resolved(given))]
         self._asked = 0
 
     def groups(self) -> tuple[Any, ...]:
         """Give the groups to go through, one after the other; none when alone."""
-        if self._given is not None:
-            return self._groups
-        world = dist.group.WORLD if _AVAILABLE else None
-        if world is not self._world:
-            self._world = world
-            self._groups = () if world is None else _useful([world])
-        return self._groups
+        if self._given is None:
+            world = dist.group.WORLD if _AVAILABLE else None
+            return () if world is None or world.size() == 1 else (world,)
+        groups = tuple(group() for group in self._given)
+        if None in groups:
+            raise OptionError(_ENDED)
+        return groups
 
     def ask(self, tensor: torch.Tensor, op: Any) -> Answer:
         """Send a tensor off to be reduced over all ranks."""
@@ -158,6 +158,12 @@ _NO_GROUP = (
     "`process_group` must be a process group of torch.distributed that this rank is a "
     "member of, several of them, a DeviceMesh, or () for a rank that agrees with "
     "nobody, got {!r}."
+)
+
+
+_ENDED = (
+    "A `process_group` of this scaler has been destroyed, so its ranks cannot agree "
+    "any more. Make the scaler anew after init_process_group; its state can be loaded."
 )
 
 
