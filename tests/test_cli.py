@@ -26,7 +26,8 @@ COMMANDS = (
     ["tune", "synthetic:spikes:steps=200"],
 )
 
-COMMAND_NAMES = ["demo", "formats", "policies", "replay", "report", "tune", "watch"]
+COMMAND_NAMES = ["demo", "doctor", "formats", "policies", "replay", "report", "run"]
+COMMAND_NAMES += ["tune", "watch"]
 
 with_click = pytest.mark.skipif(
     not (find_spec("click") and find_spec("rich")), reason="the extra `cli` is missing"

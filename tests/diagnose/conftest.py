@@ -9,6 +9,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+collect_ignore_glob = ["scripts/*.py"]  # examined, not imported: some fail on purpose
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
