@@ -6,6 +6,7 @@ survey the gradients, `_agree` makes what they found the same on every rank, and
 `_maybe_opt_step` applies the update or does not.
 """
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -231,14 +232,47 @@ class Contract(TorchGradScaler):
                 or new_scale.requires_grad
             ):
                 raise NewScaleError(_NEW_SCALE)
-            scale.copy_(new_scale.reshape(()))
+            given = new_scale.reshape(()).to(scale.dtype)
+            usable = (given > 0) & (given <= FLOAT32_MAX)
+            scale.copy_(given if self._strict else torch.where(usable, given, scale))
         else:
-            value = float(new_scale)
-            if not (self._strict or 0.0 < value <= FLOAT32_MAX):
-                message = f"{_NEW_SCALE} Got {new_scale!r}; it must be positive."
-                raise NewScaleError(message)
-            scale.fill_(value)
+            self._refuse_scale(new_scale)
+            scale.fill_(float(new_scale))
         self._rule.assign(self, new_scale)
+
+    def _refuse_scale(self, new_scale: Any) -> None:
+        """Refuse a number that no gradient could be divided by."""
+        number = isinstance(new_scale, (int, float))
+        if self._strict and number:
+            return
+        if not (number and 0.0 < new_scale <= FLOAT32_MAX):
+            message = f"{_NEW_SCALE} Got {new_scale!r}; it must be a positive number."
+            raise NewScaleError(message)
+        rule = self._rule
+        if rule.fixed and not rule.low <= new_scale <= rule.high:
+            raise words.outside(new_scale, rule.low, rule.high)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after a quiet while."""
+        self._set("growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after an overflow."""
+        self._set("backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many clean steps make a quiet while."""
+        self._set("growth_interval", new_interval)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Change one of torch's three settings, in the policy too if it has it."""
+        if self._enabled and not self._strict:
+            if not (isinstance(value, (int, float)) and -math.inf < value < math.inf):
+                raise words.setting(name, value)
+            if value <= 0 and name != "growth_interval":
+                raise words.setting(name, value)
+            self._rule.configure(name, value)
+        setattr(self, f"_{name}", value)
 
     def _maybe_opt_step(
         self,
@@ -268,7 +302,8 @@ class Contract(TorchGradScaler):
     def _ask(self, record: dict[str, Any], found: torch.Tensor) -> bool:
         """Wait for the flag, and for whatever else is wanted, in one read."""
         told = not self._rule.wants and "gap" not in record
-        if told and self._rule.known(self) is not None:
+        at_hand = backend.in_host_memory(found) and self._rule.known(self) is not None
+        if told and at_hand:
             return not found.item()
         scale, tracker = self._check_scale_growth_tracker("step")
         wanted = [name for name in ("amax", "underflow") if name in record]

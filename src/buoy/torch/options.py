@@ -70,7 +70,9 @@ def rule(
     strict: bool,
 ) -> Classic | Governed:
     """Make what moves the scale."""
-    _check_bounds(given["init_scale"], low, high, policy)
+    _check_bounds(low, high)
+    if policy is None and not strict:
+        _check_start(given["init_scale"], low, high)
     if policy is None:
         return _classic(given["init_scale"], low, high, strict=strict)
     changed = {name: x for name, x in given.items() if DEFAULTS[name] != x}
@@ -78,7 +80,7 @@ def rule(
         changed["min_scale"] = low
     if high is not None:
         changed["max_scale"] = high
-    return Governed(make_policy(policy, **changed))
+    return Governed(make_policy(policy, **changed), strict=strict)
 
 
 def _classic(
@@ -95,9 +97,7 @@ def _classic(
     return made
 
 
-def _check_bounds(
-    init: float, low: float | None, high: float | None, policy: Any
-) -> None:
+def _check_bounds(low: float | None, high: float | None) -> None:
     for name, bound in (("min_scale", low), ("max_scale", high)):
         if bound is None:
             continue
@@ -107,11 +107,13 @@ def _check_bounds(
                 f"{bound!r}. Leave it out for the default, or give e.g. 1.0."
             )
             raise OptionError(message)
-    bottom, top = low or 0.0, math.inf if high is None else high
-    if bottom > top:
+    if low is not None and high is not None and low > high:
         message = f"`min_scale` {low!r} must not exceed `max_scale` {high!r}."
         raise OptionError(message)
-    if policy is None and not bottom <= init <= top:
+
+
+def _check_start(init: float, low: float | None, high: float | None) -> None:
+    if not (low or 0.0) <= init <= (math.inf if high is None else high):
         message = (
             f"`init_scale` must lie within `min_scale` and `max_scale`, got {init!r} "
             f"outside of {low!r} .. {high!r}. Give an `init_scale` within them."

@@ -20,7 +20,7 @@ from buoy._core.ops import PLAIN, single
 from buoy._core.policy import Policy
 from buoy._core.quirks import Quirks
 from buoy._core.state import Seen, map_state
-from buoy.torch import survey
+from buoy.torch import survey, words
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
@@ -43,6 +43,34 @@ class Evidence(NamedTuple):
     underflow_read: float | None = None
 
 
+Mark = tuple[torch.Tensor, int]  # a tensor as it was: itself, and its version
+
+
+def _mark(tensor: torch.Tensor) -> Mark:
+    return tensor, tensor._version
+
+
+def _changed(mark: Mark | None, tensor: torch.Tensor) -> bool:
+    """Say whether somebody has replaced a tensor or written to it."""
+    return mark is None or mark[0] is not tensor or mark[1] != tensor._version
+
+
+class _Known(NamedTuple):
+    """What the host knows the scaler's tensors to hold."""
+
+    scale: float
+    clean: int
+    scale_mark: Mark
+    clean_mark: Mark
+
+    def holds(self, scale: torch.Tensor, tracker: torch.Tensor) -> bool:
+        """Say whether they still do.  Collectives write without raising a version."""
+        if _changed(self.scale_mark, scale) or _changed(self.clean_mark, tracker):
+            return False
+        seen = survey.seen_by_host(scale)
+        return seen is None or seen == self.scale
+
+
 class Classic:
     """Grow after a quiet while, shrink on overflow, within bounds."""
 
@@ -51,23 +79,23 @@ class Classic:
     def __init__(self, low: float, high: float, *, fixed: bool) -> None:
         self.low, self.high = low, high
         self.fixed = fixed  # the bounds were given, not assumed
-        self._known: tuple[float, int, int, int] | None = None
+        self._known: _Known | None = None
 
     def known(self, scaler: "Contract") -> float | None:
         """Tell the scale, if the host knows it without asking."""
         kept, scale, tracker = self._known, scaler._scale, scaler._growth_tracker
         if kept is None or scale is None or tracker is None:
             return None
-        if (scale._version, tracker._version) != kept[2:]:
+        if not kept.holds(scale, tracker):
             self._known = None
             return None
-        return kept[0]
+        return kept.scale
 
     def learn(self, scaler: "Contract", scale: float, tracker: int) -> None:
         """Note the scale and the counter that the tensors now hold."""
         held, count = scaler._scale, scaler._growth_tracker
         if held is not None and count is not None:
-            self._known = (scale, tracker, held._version, count._version)
+            self._known = _Known(scale, tracker, _mark(held), _mark(count))
 
     def start(self, scaler: "Contract") -> None:
         """Note what the tensors were just made of."""
@@ -77,6 +105,9 @@ class Classic:
     def foresee(self, scaler: "Contract", loss: torch.Tensor) -> None:
         """Look away: this rule learns from overflows only."""
 
+    def configure(self, name: str, value: Any) -> None:
+        """Leave it to the scaler, whose settings this rule reads at every move."""
+
     def admit(self, value: float) -> None:
         """Stretch assumed bounds around a scale that was set by hand."""
         if not self.fixed:
@@ -85,7 +116,7 @@ class Classic:
 
     def assign(self, scaler: "Contract", value: float | torch.Tensor) -> None:
         """Go on from this scale, which the scaler's tensor holds already."""
-        count = self._known[1] if self._known is not None else None
+        count = self._known.clean if self._known is not None else None
         self._known = None
         if isinstance(value, torch.Tensor):
             if scaler._scale is not None and not scaler._strict:
@@ -133,7 +164,7 @@ class Classic:
             after = single(min(max(after, self.low), self.high))
             scale.fill_(after)
         tracker.fill_(count)
-        self._known = (after, count, scale._version, tracker._version)
+        self._known = _Known(after, count, _mark(scale), _mark(tracker))
 
     def unbound(self) -> "Classic":
         """Make a copy that knows no tensors, for a pickle."""
@@ -157,36 +188,71 @@ class Classic:
         )
 
 
+def _floor_of(policy: Any) -> float:
+    """Find the lowest scale that a policy may reach: its own, if it keeps one."""
+    quirks = getattr(policy, "quirks", None)
+    unbounded = quirks is not None and quirks.at_min == "none"
+    own = MIN_SCALE if unbounded else getattr(policy, "min_scale", MIN_SCALE)
+    return min(MIN_SCALE, own) or MIN_SCALE
+
+
 class Governed:
     """Move the scale as a policy says."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, strict: bool = False) -> None:
         self.rule = policy
         self.state: Any = policy.init()
         self.wants = policy.wants
         self.on_device = False
         self.fresh = True  # `foresee` has not yet seen this iteration's loss
+        self.strict = strict
+        self.low = 0.0 if strict else _floor_of(policy)
+        self.high, self.fixed = FLOAT32_MAX, False
+        self._mark: Mark | None = None
 
     def known(self, scaler: "Contract") -> float | None:
         """Tell the scale, if the host knows it without asking."""
-        del scaler
-        scale = self.state.scale
-        return None if isinstance(scale, torch.Tensor) else float(scale)
+        if isinstance(self.state.scale, torch.Tensor):
+            return None
+        if scaler._scale is not None:
+            self._follow(scaler, scaler._scale)
+        return float(self.state.scale)
+
+    def _follow(self, scaler: "Contract", held: torch.Tensor) -> None:
+        """Go on from a scale that somebody else has written into the tensor."""
+        seen = survey.seen_by_host(held)
+        if seen is None and _changed(self._mark, held):
+            seen = backend.read([held])[0]
+        own = single(min(self.state.scale, FLOAT32_MAX))
+        if seen is None or seen == own or torch.compiler.is_compiling():
+            return
+        if 0.0 < seen <= FLOAT32_MAX:
+            self.restore(scaler, self.begun_at(seen))
+        elif not self.strict:
+            self._write(held)
 
     def start(self, scaler: "Contract") -> None:
         """Take over the scale that the tensor was just made of."""
-        known = self.known(scaler)
-        if known is None or single(known) != single(scaler._init_scale):
+        scale = self.state.scale
+        known = None if isinstance(scale, torch.Tensor) else single(scale)
+        if known != single(scaler._init_scale):
             self.assign(scaler, scaler._init_scale)
+        elif scaler._scale is not None:
+            self._mark = _mark(scaler._scale)
 
     def assign(self, scaler: "Contract", value: float | torch.Tensor) -> None:
         """Go on from this scale, set by hand."""
-        if isinstance(value, torch.Tensor):
-            value = backend.read([value])[0]
+        if not hasattr(self.rule, "init_scale"):
+            raise words.fixed_scale(type(self.rule).__name__)
+        if isinstance(value, torch.Tensor) and scaler._scale is not None:
+            value = backend.read([scaler._scale])[0]  # what was taken of it
         self.restore(scaler, self.begun_at(float(value)))
 
     def begun_at(self, value: float) -> Any:
-        """Make the state of a policy that starts at this scale, or close below it."""
+        """Make the state of a policy that starts at this scale, or close to it."""
+        low = max(getattr(self.rule, "min_scale", 0.0), self.low, 2.0**-149)
+        high = min(getattr(self.rule, "max_scale", FLOAT32_MAX), FLOAT32_MAX)
+        value = min(max(value, low), high)
         for start in (value, 2.0 ** math.floor(math.log2(value))):
             try:
                 policy: Any = replace(self.rule, init_scale=start)  # type: ignore[type-var]
@@ -228,6 +294,7 @@ class Governed:
             amax_log2=None if size is None else PLAIN.log2(size),
             underflow=evidence.underflow_read,
         )
+        self.known(scaler)
         before = self.state.scale
         try:
             self.state = self.rule.update(self.state, seen, ops=PLAIN)
@@ -235,27 +302,35 @@ class Governed:
             self.state = error.state if error.state is not None else self.state
             raise
         finally:
+            if self.state.scale < self.low:
+                self.state = replace(self.state, scale=self.low)
             if self.state.scale != before and scaler._scale is not None:
                 self._write(scaler._scale)
 
     def _move_on_device(self, scaler: "Contract", evidence: Evidence) -> None:
-        if scaler._scale is None:
+        held = scaler._scale
+        if held is None:
             return
-        self._lift(scaler._scale.device)
+        self._lift(held.device)
+        own = self.state.scale
+        # Somebody else may have written to the tensor; what is rounded there is kept.
+        scale = torch.where(own.float() == held, own, held.to(own.dtype))
+        self.state = replace(self.state, scale=scale)
         seen = Seen(
             finite=evidence.found == 0,
             amax_log2=None if evidence.amax is None else torch.log2(evidence.amax),
             underflow=evidence.underflow,
         )
         self._keep(self.rule.update(self.state, seen, ops=backend.ops()))
-        scaler._scale.copy_(self.state.scale)
+        held.copy_(self.state.scale)
 
     def _keep(self, state: Any) -> None:
         """Take a state over in the width that the policy declares, step after step."""
         precision, cast = self.rule.precision, backend.ops().cast
-        self.state = map_state(
+        kept = map_state(
             lambda x: cast(x, precision) if x.is_floating_point() else x, state
         )
+        self.state = replace(kept, scale=kept.scale.clamp(self.low, FLOAT32_MAX))
 
     def restore(self, scaler: "Contract", state: Any) -> None:
         """Go on from a saved state, of plain numbers."""
@@ -270,10 +345,11 @@ class Governed:
     def _write(self, scale: torch.Tensor) -> None:
         # Scalers that keep a Python float may leave float32's range.
         scale.fill_(min(self.state.scale, FLOAT32_MAX))
+        self._mark = _mark(scale)
 
     def unbound(self) -> "Governed":
         """Make a copy whose state is of plain numbers, for a pickle."""
-        other = Governed(self.rule)
+        other = Governed(self.rule, strict=self.strict)
         other.state = decode(encode(self.state))
         return other
 
@@ -287,6 +363,12 @@ class Governed:
             if (value := getattr(self.state, field.name)) is not None
         }
         self.state = replace(self.state, **lifted)
+
+    def configure(self, name: str, value: Any) -> None:
+        """Change one of the policy's parameters."""
+        if name not in {field.name for field in fields(self.rule)}:  # type: ignore[arg-type]
+            raise words.no_setting(type(self.rule).__name__, name)
+        self.rule = replace(self.rule, **{name: value})  # type: ignore[type-var]
 
     def admit(self, value: float) -> None:
         """Leave bounds to the policy, which applies them at its next move."""

@@ -4,6 +4,7 @@ With torch's own rule the dict is torch's, key for key.  Another policy adds one
 `buoy`, which torch's scaler does not look at; so each class loads the other's.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +15,10 @@ import torch
 from buoy._core.codec import decode, encode
 from buoy._core.errors import StateVersionError
 from buoy._core.ops import single
-from buoy.torch import aloud
+from buoy.torch import aloud, options
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.names import Names
-from buoy.torch.rule import Classic, Governed
+from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
 
 if TYPE_CHECKING:
     from buoy.torch.scaler import GradScaler
@@ -75,9 +76,13 @@ def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:
     """Read it back; a state without it, torch's or another rule's, gives the scale."""
     rule, kept = scaler._rule, saved.get("buoy")
     _load_parts(scaler, kept)
+    saved = {**saved, "scale": _usable(scaler, float(saved["scale"]))}
+    scaler._init_scale = saved["scale"]
     if isinstance(rule, Classic):
-        rule.admit(float(saved["scale"]))
-        scale, count = single(float(saved["scale"])), int(saved["_growth_tracker"])
+        rule.admit(saved["scale"])
+        scale, count = single(saved["scale"]), int(saved["_growth_tracker"])
+        if scaler._scale is not None:
+            scaler._scale.fill_(scale)
         rule.learn(scaler, scale, count)
         return
     if kept is None or (isinstance(kept, dict) and "state" not in kept):
@@ -96,6 +101,27 @@ def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:
         return
     scaler._turn = int(kept["turn"])
     rule.restore(scaler, state)
+
+
+def _usable(scaler: "GradScaler", scale: float) -> float:
+    """Mend a saved scale that nothing could go on from, and say so."""
+    rule = scaler._rule
+    low, high = rule.low, rule.high
+    if not rule.fixed:
+        low = min(low, scale) if scale > 0.0 else low
+        high = FLOAT32_MAX
+    if scaler._strict or low <= scale <= high:
+        return scale
+    mended = high if scale > high else low
+    if not math.isfinite(scale) or scale < 0.0:
+        mended = options.DEFAULTS["init_scale"]
+    mended = min(max(mended, low), high)
+    aloud.warn(
+        f"The loaded state has a scale of {scale:g}, which this scaler cannot use: its "
+        f"bounds are {low:g} .. {high:g}. It goes on from {mended:g}.",
+        BuoyWarning,
+    )
+    return mended
 
 
 def _take_scale(scaler: "GradScaler", rule: Governed, saved: dict[str, Any]) -> None:

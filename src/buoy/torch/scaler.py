@@ -303,7 +303,7 @@ class GradScaler(Retrying, Diagnosing):
         if len(self._per_optimizer_states) > 1:
             self._refuse_alias(optimizer, record)
         self._guide.before_step(self, optimizer)
-        if "looked" in record:
+        if "order" in record:  # after `unscale_` alone torch lets it pass
             self._refuse_changed(optimizer, record, "step")
         scale = self._frozen_scale()
         if self._window is not None:

@@ -14,9 +14,11 @@ from buoy.torch.errors import (
     Fp16GradientsError,
     GradientsChangedError,
     MasterWeightsError,
+    NewScaleError,
     NoGradientsError,
     NothingRecordedError,
     OptimizerInBackwardError,
+    OptionError,
     RankMismatchError,
     StepTwiceError,
     UnscaleAfterStepError,
@@ -36,6 +38,7 @@ __all__ = [
     "closure_updates",
     "closure_without_loss",
     "drifted",
+    "fixed_scale",
     "fp16_gradients",
     "in_backward",
     "late_mismatch",
@@ -43,8 +46,11 @@ __all__ = [
     "narrow_state",
     "no_grad_dtype",
     "no_gradients",
+    "no_setting",
     "nothing_recorded",
+    "outside",
     "rank_mismatch",
+    "setting",
     "step_twice",
     "unscale_after_step",
     "unscale_twice",
@@ -59,6 +65,39 @@ def before_scale(method: str, missing: str) -> BeforeScaleError:
         "not use scaler.scale(loss or outputs) earlier in the iteration. The gradients "
         "would be taken for scaled ones and be divided by a scale that they do not "
         "have. Call `scaler.scale(loss).backward()` before it."
+    )
+
+
+def fixed_scale(policy: str) -> NewScaleError:
+    """Say that a policy has no scale to set."""
+    return NewScaleError(
+        f"The policy {policy} has no scale of its own to set, so `update(new_scale)` "
+        "would change nothing. Choose another policy, or leave `new_scale` out."
+    )
+
+
+def setting(name: str, value: object) -> OptionError:
+    """Say that a factor or an interval would spoil the scale."""
+    return OptionError(
+        f"`{name}` must be a finite number, and a factor one above 0, got {value!r}: "
+        "the scale would become 0, negative or NaN."
+    )
+
+
+def no_setting(policy: str, name: str) -> OptionError:
+    """Say that a policy does not have one of torch's settings."""
+    return OptionError(
+        f"The policy {policy} has no `{name}`, so setting it would change nothing. "
+        "Use `policy=None` for torch's rule, or 'backoff', which has all three."
+    )
+
+
+def outside(value: float, low: float, high: float) -> NewScaleError:
+    """Say that a scale lies outside of the bounds that were given."""
+    return NewScaleError(
+        f"new_scale {value!r} lies outside of `min_scale` {low!r} .. `max_scale` "
+        f"{high!r}, which were given for this scaler. Stay within them, or make a "
+        "scaler with other bounds."
     )
 
 
