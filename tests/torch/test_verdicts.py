@@ -7,7 +7,8 @@ import torch
 from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
 
 from buoy import NoScaling, Verdict
-from buoy.torch import GradScaler, NoGradientsError
+from buoy._backends import torch as backend
+from buoy.torch import GradScaler, NoGradientsError, StuckWarning
 
 KINDS = pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 
@@ -279,3 +280,70 @@ def test_gradients_that_the_user_keeps_are_not_stale(kind, cleared):
         scaler.update()
     expected = Verdict.SCALE_TOO_HIGH if cleared else Verdict.STALE_GRADS
     assert scaler.last_step.verdict is expected
+
+
+def test_several_losses_are_compared_with_as_many():
+    """A large loss beside a small one is not an outlier for that."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1e-4)
+    scaler = GradScaler("cpu")
+    for turn in range(10):
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * 50).backward()
+        scaler.scale(param.sum() * 0.05).backward()
+        if turn == 9:
+            param.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.last_step.verdict is Verdict.SCALE_TOO_HIGH
+
+
+@pytest.mark.parametrize("bad", [None, float("inf")])
+def test_a_step_read_late_does_not_tell_of_the_next_batch(bad):
+    """Once other gradients lie there, what was not measured is not known."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", sync="never")
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    step = scaler.last_step
+    optimizer.zero_grad()
+    scaler.scale(param.sum() * 7).backward()
+    if bad is not None:
+        param.grad[0] = bad
+    assert step.norm is None
+    assert step.offenders == ()
+
+
+def lose(scaler, optimizer, param, finish, turns):
+    """Compute a NaN loss again and again."""
+    for _ in range(turns):
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * float("nan")).backward()
+        finish(optimizer)
+        scaler.update()
+
+
+def test_gradients_that_were_found_bad_and_left_alone_are_told_of():
+    """Whoever looks, and does not step, is warned all the same."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", patience=5)
+    moved = []
+    scaler.gate(lambda: moved.append(1))
+    with pytest.warns(StuckWarning, match="5 steps in a row"):
+        lose(scaler, optimizer, param, scaler.unscale_, 6)
+    assert [] == moved
+
+
+@pytest.mark.parametrize("kind", ["fused adamw"])
+def test_what_is_heard_late_has_its_own_verdict(kind, monkeypatch):
+    """Flags that travel by themselves bring along whether the loss was finite."""
+    monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = OPTIMIZERS[kind]([param])
+    scaler = GradScaler("cpu", patience=4)
+    with pytest.warns(StuckWarning, match="forward_nonfinite"):
+        lose(scaler, optimizer, param, scaler.step, 12)
+    assert torch.equal(param, torch.ones(2))

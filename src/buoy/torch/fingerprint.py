@@ -7,7 +7,7 @@ import torch
 
 from buoy.torch.gather import parameters_of
 
-__all__ = ["Fingerprint", "fingerprint", "unchanged"]
+__all__ = ["Fingerprint", "fingerprint", "first_of", "still_there", "unchanged"]
 
 # One per parameter that has a gradient: which tensor it is, and how often changed.
 Fingerprint = list[tuple[weakref.ref[torch.Tensor], int]]
@@ -29,3 +29,21 @@ def unchanged(optimizer: Any, known: Fingerprint) -> bool:
         reference() is grad and version == grad._version
         for grad, (reference, version) in zip(grads, known, strict=True)
     )
+
+
+def first_of(optimizer: Any) -> Fingerprint:
+    """Remember the first gradient only: whoever computes others touches it as well."""
+    for param in parameters_of(optimizer):
+        grad = param.grad
+        if grad is not None:
+            return [(weakref.ref(grad), grad._version)]
+    return []
+
+
+def still_there(optimizer: Any, known: Fingerprint) -> bool:
+    """Say whether that one is the first still, as it was."""
+    now = first_of(optimizer)
+    if not (now and known):
+        return False
+    (reference, version), (old, before) = now[0], known[0]
+    return reference() is old() and version == before

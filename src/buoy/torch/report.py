@@ -11,8 +11,10 @@ from buoy._backends import torch as backend
 from buoy._core.policy import Policy
 from buoy._core.state import Verdict
 from buoy._core.static import NoScaling
+from buoy._core.verdicts import judge_losses
 from buoy.torch import apply, survey, traced, verdicts, words
 from buoy.torch.contract import Contract
+from buoy.torch.fingerprint import first_of, still_there
 from buoy.torch.gates import NEVER_STEPS, AdvanceOn, Gate, make_gates
 from buoy.torch.gather import gather
 from buoy.torch.listen import Listener
@@ -119,6 +121,7 @@ class Reporting(Contract):
         report._parts = record.get("parts")
         report._applied = record.get("finite") if found is not None else False
         report._losses = tuple(self._losses)
+        report._mark = first_of(optimizer)
         if report._applied is False and found is not None:
             report.stale = self._guide.stale(optimizer)
             self._guide.remember(optimizer, self._culprits(optimizer, report))
@@ -143,11 +146,12 @@ class Reporting(Contract):
         """Note a step of a scaler that is off: applied, whatever it was."""
         report = LastStep(self, optimizer, None, 1.0)
         report._applied, report._next = True, 1.0
+        report._mark = first_of(optimizer)
         self._last = self._reports[id(optimizer)] = report
 
     def _offenders_of(self, optimizer: Any, report: LastStep) -> tuple[str, ...]:
         """Name the parameters whose gradients were not finite.  Reads on the host."""
-        if report._parts is None and self._reports.get(id(optimizer)) is not report:
+        if report._parts is None and not still_there(optimizer, report._mark):
             return ()  # the gradients are those of a later step by now
         self._culprits(optimizer, report)
         return report._offenders or ()
@@ -166,7 +170,8 @@ class Reporting(Contract):
 
     def _nonfinite(self, optimizer: Any, report: LastStep) -> list[torch.Tensor]:
         """Look at the survey's norms, if it took any; else at the gradients, now."""
-        now = survey.offenders(optimizer)
+        fresh = report._mark and not still_there(optimizer, report._mark)
+        now = [] if fresh else survey.offenders(optimizer)
         if report._parts is None:
             return now
         owners, norms = report._parts
@@ -182,7 +187,7 @@ class Reporting(Contract):
 
     def _norm_of(self, optimizer: Any, report: LastStep) -> torch.Tensor | None:
         """Measure the norm of a step's gradients while they are still there."""
-        if self._reports.get(id(optimizer)) is not report:
+        if not still_there(optimizer, report._mark):
             return None
         with torch.no_grad():
             gathered = gather(optimizer)
@@ -228,17 +233,32 @@ class Reporting(Contract):
         finally:
             if self._losses:
                 if finite is not False:
-                    self._history.append(self._losses[-1])
+                    self._history.append(self._usual_loss(evidence))
                 self._losses.clear()
             if self._gates:
                 self._open_gates(stepped)
+
+    def _usual_loss(self, evidence: Evidence | None) -> torch.Tensor:
+        """Take the largest loss of an iteration; NaN if its step was skipped."""
+        loss = self._losses[-1].reshape(())
+        if len(self._losses) > 1:
+            sizes = [each.reshape(()).to(loss.device).abs() for each in self._losses]
+            loss = torch.stack([size.float() for size in sizes]).max()
+        if evidence is None or evidence.finite is not None:
+            return loss
+        skipped = evidence.found.to(loss.device, non_blocking=True) > 0
+        return loss.masked_fill(skipped, torch.nan)
 
     def _tell_watch(self, stepped: list[LastStep]) -> None:
         bad = [report for report in stepped if report._applied is False]
         if bad:
             self._watch.missed(self._read_scale(), partial(_why, bad[0]))
-        else:
+        elif stepped:
             self._watch.applied(self._read_scale)
+        else:  # found to be non-finite, and left alone by the user
+            losses = backend.read(list(self._losses))
+            verdict = judge_losses(losses, backend.read(list(self._history)))
+            self._watch.missed(self._read_scale(), lambda: (verdict, ()))
 
     def _hear_late(self, found: torch.Tensor, stepped: list[LastStep]) -> None:
         """Send off what the host does not know; tell of what has arrived."""
@@ -246,14 +266,21 @@ class Reporting(Contract):
             return
         gap = torch.zeros_like(found) if self._gap is None else self._gap
         self._gap = None
-        self._mail.post(torch.stack([found.float(), self._home_scale().float(), gap]))
-        for (skipped, scale, apart), _ in self._mail.collect():
+        scale = self._home_scale().float()
+        loss = torch.zeros_like(found)
+        if self._losses:
+            loss = self._losses[-1].reshape(()).float().to(found.device)
+        self._mail.post(torch.stack([found.float(), scale, gap, loss]))
+        for (skipped, then, apart, lost), _ in self._mail.collect():
             if apart:
-                raise words.late_mismatch(scale)
+                raise words.late_mismatch(then)
             if not skipped:
-                self._watch.applied(partial(float, scale))
-            elif stepped:
-                self._watch.missed(scale, partial(_why, stepped[-1]), late=True)
+                self._watch.applied(partial(float, then))
+                continue
+            verdict = Verdict.SCALE_TOO_HIGH
+            if not isfinite(lost):
+                verdict = Verdict.FORWARD_NONFINITE
+            self._watch.missed(then, partial(_why_late, stepped, verdict), late=verdict)
 
     def _read_scale(self) -> float:
         known = self._rule.known(self)
@@ -272,6 +299,15 @@ class Reporting(Contract):
                     self._guide.say("gate", NEVER_STEPS)
             if about and (gate.attempted or all(report.applied for report in about)):
                 gate.advance()
+
+
+def _why_late(
+    stepped: list[LastStep], verdict: Verdict
+) -> tuple[Verdict, tuple[str, ...]]:
+    """Look closer at the step at hand, if it was skipped like the one told of."""
+    if verdict is Verdict.FORWARD_NONFINITE or not stepped or stepped[-1].applied:
+        return verdict, ()
+    return _why(stepped[-1])
 
 
 def _why(report: LastStep) -> tuple[Verdict, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from buoy._core.state import Step, Verdict
 from buoy.torch import verdicts
 
 if TYPE_CHECKING:
+    from buoy.torch.fingerprint import Fingerprint
     from buoy.torch.report import Reporting
 
 __all__ = ["LastStep"]
@@ -42,6 +43,7 @@ class LastStep:
         "_applied",
         "_groups",
         "_losses",
+        "_mark",
         "_next",
         "_norm",
         "_offenders",
@@ -75,6 +77,7 @@ class LastStep:
         self._offenders: tuple[str, ...] | None = None
         self._groups: tuple[int, ...] | None = None
         self._losses: tuple[torch.Tensor, ...] = ()
+        self._mark: Fingerprint = []  # the first gradient, as the step left it
         self._spike: torch.Tensor | None = None
         self.stale = False
         self.partner = False  # skipped because of another one of a joint iteration

@@ -89,11 +89,12 @@ class Watch:
         if self._alarmed and self._clean >= _QUIET:
             self._alarmed = False
 
-    def missed(self, scale: float, look: Look, *, late: bool = False) -> None:
+    def missed(self, scale: float, look: Look, *, late: Verdict | None = None) -> None:
         """Take note of a step that was skipped; may raise or warn.
 
-        `look` finds verdict and culprits.  It asks the device, so what is only learnt
-        late is looked at only when there is reason for alarm.
+        `look` finds verdict and culprits.  It asks the device, so a step that is heard
+        of `late` comes with the verdict that travelled with it, and is looked at only
+        when there is reason for alarm.
         """
         self.steps += 1
         self.skipped += 1
@@ -101,13 +102,13 @@ class Watch:
         self._episode += 1
         self._clean = 0
         self._window.append(True)
-        verdict, offenders = (Verdict.SCALE_TOO_HIGH, ()) if late else look()
+        verdict, offenders = look() if late is None else (late, ())
         self._verdicts[verdict] = self._verdicts.get(verdict, 0) + 1
         self._first = self._first or offenders
         stuck = None if self._alarmed else self._found_stuck()
         if stuck is not None:
             self._alarmed = True
-            if late:
+            if late is not None:
                 verdict, offenders = look()
             self._alarm(Stuck(*stuck, scale, verdict, self._first or offenders))
 
