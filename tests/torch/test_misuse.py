@@ -499,3 +499,13 @@ def test_a_model_that_is_none_is_refused_at_once():
     """Its parameters, for one."""
     with expect(OptionError, ValueError, "`model`", "generator", "named_parameters"):
         GradScaler("cpu", model=net().parameters())
+
+
+def test_a_loss_without_a_graph_among_others_is_told_nothing():
+    """A validation loss, or a frozen branch, after training has begun."""
+    model = net()
+    scaler = GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        train(scaler, model, optimizer, ["ok"], start=step)
+        scaler.scale(torch.ones(()))

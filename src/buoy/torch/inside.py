@@ -20,12 +20,20 @@ Refusal = Callable[[list[torch.Tensor]], Exception]
 
 
 def hooked(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Find the parameters that something is called for in the backward pass."""
-    return [
-        param
-        for param in params
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
-    ]
+    """Find the parameters that somebody else's code is called for in the pass."""
+    return [param for param in params if any(map(_foreign, _hooks(param)))]
+
+
+def _hooks(param: torch.Tensor) -> list[Any]:
+    after = getattr(param, "_post_accumulate_grad_hooks", None)
+    if not (param._backward_hooks or after):
+        return []
+    return [*(param._backward_hooks or {}).values(), *(after or {}).values()]
+
+
+def _foreign(hook: Any) -> bool:
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.split(".", 1)[0] != "buoy"
 
 
 def compare(loss: torch.Tensor, params: list[torch.Tensor], refusal: Refusal) -> None:

@@ -79,8 +79,11 @@ class Guide:
         stepping = inside.stepping(reached)
         if stepping:
             raise words.in_backward(scaler._names.of(None, stepping))
-        # Sharded parameters are gathered and freed in the backward pass.
-        if hooked and not (dist.is_available() and dist.is_initialized()):
+        # Sharded parameters are gathered and freed in the backward pass; and to compare
+        # is to wait for a device.
+        sharded = dist.is_available() and dist.is_initialized()
+        waits = scaler._never_sync and not all(param.is_cpu for param in hooked)
+        if hooked and not sharded and not waits:
             inside.compare(
                 loss,
                 hooked,
@@ -90,9 +93,8 @@ class Guide:
             )
 
     def _no_graph(self, loss: torch.Tensor) -> None:
-        self.fresh = True
-        if loss.dim() == 0 and torch.is_grad_enabled():
-            self._reached = self._reached or {}
+        if loss.dim() == 0 and torch.is_grad_enabled() and not self._reached:
+            self._reached = {}
             self.say(
                 "no graph",
                 "The loss does not require grad, so `backward()` cannot reach any "
