@@ -29,8 +29,9 @@ def ends(tx, dtype, steps=150):
     return float(loss_fn(params, batch_of(0))), params, state
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("order", ["inside", "around"])
+@pytest.mark.parametrize(
+    ("dtype", "order"), [(jnp.float16, "inside"), (jnp.bfloat16, "around")]
+)
 def test_half_parameters_learn_as_float32_ones(dtype, order):
     """Steps far below a part in a thousand add up in the masters."""
     inner = optax.adam(2e-4)
