@@ -1,5 +1,6 @@
 """Windows of micro-batches: only the bad one is lost, or none."""
 
+import contextlib
 import math
 
 import pytest
@@ -196,6 +197,37 @@ def test_guarded_buffers_follow_the_good_ones():
     window(scaler, model, optimizer, range(N), bad={2, 5})
 
     assert N - 2 == model[1].num_batches_tracked
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_sparse_gradients_are_kept_apart_too(hidden):
+    """Of a bad micro-batch nothing is left."""
+    table = nn.Embedding(5, 3, sparse=True)
+    start = table.weight.detach().clone()
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    guarded = no_host_reads(hidden=True) if hidden else contextlib.nullcontext()
+    with guarded, scaler.accumulate(2, optimizer):
+        for row, factor in ((1, 1.0), (2, math.inf)):
+            scaler.scale(table(torch.tensor([row])).sum() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    moved = (start - table.weight.detach()).sum(1)
+    assert [0.0, 6.0, 0.0, 0.0, 0.0] == moved.round(decimals=4).tolist()
+
+
+def test_an_optimizer_without_gradients_is_not_stepped():
+    """Others' good micro-batches do not give it zeros to step by."""
+    model, idle = net(0), net(1)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    other = OPTIMIZERS["adamw"](idle.parameters())
+    scaler = GradScaler("cpu")
+    with scaler.accumulate(1, optimizer, other):
+        scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    with pytest.raises(NoGradientsError):
+        scaler.step(other)
 
 
 def test_an_error_inside_leaves_no_window_open():

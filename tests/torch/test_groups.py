@@ -269,6 +269,24 @@ def test_a_generator_loss_through_the_critic_is_fine():
     assert scaler.last_step.applied
 
 
+def test_one_optimizer_may_take_turns_with_groups():
+    """Each turn with its own loss and its own scale, also long after the first."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    group = None
+    for step in range(12):
+        if step > 5:
+            group = scaler.group("late")
+        turn = scaler if group is None or step % 2 else group
+        optimizer.zero_grad()
+        turn.scale(loss_of(model, step)).backward()
+        turn.step(optimizer)
+        scaler.update()
+
+        assert scaler.last_step.applied
+
+
 # -- state ----------------------------------------------------------------------------
 
 

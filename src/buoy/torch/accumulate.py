@@ -109,6 +109,9 @@ class Window:
 
     def begin(self) -> None:
         """Count the losses before they are scaled."""
+        model = self._scaler._names.model
+        if not getattr(model, "require_backward_grad_sync", True):
+            raise said.window_no_sync()
         if self._seen >= self._most:
             raise said.window_full(self._most)
 
@@ -164,9 +167,10 @@ class Window:
     def _add_one(self, param: torch.Tensor, bad: bool | torch.Tensor) -> None:
         grad: Any = param.grad
         if isinstance(bad, torch.Tensor):
-            # A product with 0 would keep NaN; sparse ones cannot be selected.
+            # A product with 0 would keep NaN.
             flag = (bad > 0).to(grad.device, non_blocking=True)
-            grad = torch.where(flag, torch.zeros_like(grad), grad)
+            values = grad._values() if grad.is_sparse else grad
+            values.copy_(torch.where(flag, torch.zeros_like(values), values))
         held = self._sums.get(id(param))
         self._sums[id(param)] = grad if held is None else held + grad
 
@@ -182,20 +186,29 @@ class Window:
         none = torch.as_tensor(good, device=home) < 0.5
         some = torch.as_tensor(self._missed, device=home) > 0.5
         for optimizer in self._optimizers:
-            if not any(param.grad is not None for param in parameters_of(optimizer)):
-                self._keep_empty(optimizer, none)
+            if not self._has_something(optimizer):
+                self._scaler._per_optimizer_states.pop(id(optimizer), None)
+                continue
             record = self._scaler._per_optimizer_states[id(optimizer)]
             record["found_inf_per_device"] = {home: none.float()}
             record["own"] = {home: some.float()}
             record["stage"] = OptState.UNSCALED
             record["groups"] = optimizer.param_groups
 
-    def _keep_empty(self, optimizer: Any, none: torch.Tensor) -> None:
-        """Leave something to skip, where every micro-batch was dropped."""
-        del none
-        for param in parameters_of(optimizer):
+    def _has_something(self, optimizer: Any) -> bool:
+        """Say whether there is something to step, or to skip.
+
+        Where every micro-batch was dropped no gradients are left: zeros stand in.
+        """
+        held = parameters_of(optimizer)
+        if any(param.grad is not None for param in held):
+            return True
+        if isinstance(self._missed, torch.Tensor) or self._missed < self._seen:
+            return False
+        for param in held:
             if param.requires_grad and self._seen:
                 param.grad = torch.zeros_like(param)
+        return self._seen > 0
 
     def _stretch(self, grad: torch.Tensor, good: float | torch.Tensor) -> None:
         if isinstance(good, torch.Tensor):

@@ -16,7 +16,7 @@ from buoy.torch.rng import Randomness
 if TYPE_CHECKING:
     from buoy.torch.guard import Guarding
 
-__all__ = ["RETRIES", "Again"]
+__all__ = ["RETRIES", "Again", "objected"]
 
 RETRIES = 6  # the scale falls by 1, 2, 4, ... binades: 63 in all
 _CURABLE = frozenset({Verdict.SCALE_TOO_HIGH, Verdict.BAD_BATCH, Verdict.DIVERGENCE})
@@ -47,7 +47,8 @@ class Again:
         """Say whether an overflow of the losses scaled last can and may be cured."""
         losses = backend.read(list(scaler._losses)[-1:])
         history = backend.read(list(scaler._history))
-        return self.curable(judge_losses(losses, history))
+        may = self.curable(judge_losses(losses, history))
+        return not objected(scaler, objects=not may)
 
     def curable(self, verdict: Verdict) -> bool:
         """Say whether a lower scale may help, and is left to try."""
@@ -63,6 +64,14 @@ class Again:
         self.tries += 1
         self._buffers.put_back()
         self._randomness.put_back()
+
+
+def objected(scaler: Any, *, objects: bool) -> bool:
+    """Say whether any rank objects to a re-run: all run again, or none."""
+    if not scaler._ranks.groups():
+        return objects
+    mine = torch.full((), float(objects), dtype=torch.float32, device=scaler._home())
+    return bool(backend.read([scaler._ranks.largest(mine)])[0])
 
 
 def _verdicts(given: Collection[Verdict | str]) -> frozenset[Verdict]:

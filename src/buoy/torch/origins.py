@@ -26,8 +26,8 @@ class Origins:
         """Take note when this loss's backward pass begins."""
         left = self._left.get(name, _PROBES)
         self._left[name] = left - 1
-        if left == 0:
-            self._from.clear()  # from here on nobody looks, so nothing may be held
+        if left <= 0:
+            self._from.clear()  # whom this loss reaches is not known any more
         if left <= 0 or not loss.requires_grad:
             return
         reached, _ = holes.leaves(loss)

@@ -11,7 +11,7 @@ from buoy._core.static import NoScaling, Static
 from buoy.torch import apply, survey
 from buoy.torch import words_beyond as said
 from buoy.torch.accumulate import Accumulating
-from buoy.torch.again import Again
+from buoy.torch.again import Again, objected
 from buoy.torch.gather import gather, parameters_of
 from buoy.torch.lower import fitting, set_scale
 from buoy.torch.rule import Governed
@@ -89,6 +89,8 @@ class Retrying(Accumulating):
 
     def _stepper(self, optimizer: Any) -> Any:
         """Find the group whose loss this optimizer's gradients come from."""
+        if not self._groups or not self._enabled:
+            return self
         if "combined" in self._per_optimizer_states.get(id(optimizer), {}):
             return self
         for member in self._groups.values():
@@ -103,7 +105,10 @@ class Retrying(Accumulating):
     def _again(self, again: Again, new: list[LastStep]) -> bool:
         """Prepare a re-run, if there is to be one."""
         missed = [report for report in new if not report.applied]
-        if not missed or not all(again.curable(report.verdict) for report in missed):
+        if not missed:
+            return False
+        curable = all(again.curable(report.verdict) for report in missed)
+        if objected(missed[0]._scaler(), objects=not curable):
             return False
         if len(missed) < len(new):
             self._guide.say("half a step", said.HALF_A_STEP)
@@ -139,10 +144,10 @@ class Retrying(Accumulating):
         optimizer = report._optimizer()
         with torch.no_grad():
             gathered = gather(optimizer)
-            if not gathered.grads:
-                return
             one = torch.ones((), dtype=torch.float32, device=scaler._home())
-            amax = survey.largest(gathered, one).amax
+            amax = survey.largest(gathered, one).amax if gathered.grads else one * 0
+            if amax is not None and scaler._ranks.groups():
+                amax = scaler._ranks.largest(amax)
         size = backend.read([amax])[0] if amax is not None else math.nan
         if apply.hands_over(optimizer):  # its gradients are still scaled
             size /= report.scale

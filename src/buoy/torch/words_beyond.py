@@ -39,6 +39,7 @@ __all__ = [
     "window_full",
     "window_in_window",
     "window_mid_iteration",
+    "window_no_sync",
     "window_open",
     "window_size",
     "window_without_optimizer",
@@ -221,6 +222,16 @@ def window_full(most: int) -> AccumulateError:
         f"More than {most} losses were scaled in a window of {most} micro-batches. "
         "Every loss that is scaled inside counts as one: add up the losses of one "
         "micro-batch before scaling, or open a window per step."
+    )
+
+
+def window_no_sync() -> AccumulateError:
+    """Say why gradients must be shared in every micro-batch."""
+    return AccumulateError(
+        "A loss was scaled inside `no_sync()` and inside a window of micro-batches. "
+        "The window keeps each micro-batch's gradients apart, so those that are not "
+        "shared between ranks now never would be, and the ranks' weights would drift "
+        "apart. Leave `no_sync()` out, or do without the window."
     )
 
 

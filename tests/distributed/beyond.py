@@ -1,0 +1,140 @@
+"""What crews are asked to do with groups, re-runs, guards, windows and spikes."""
+
+import math
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from buoy.torch import AccumulateError, GradScaler, SpikeGuard, local_scales
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def loss_of(model, step):
+    """Compute this rank's loss; the gradient passes through FP16."""
+    source = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return model(torch.randn(5, 4, generator=source)).half().float().square().mean()
+
+
+def summary(model, *scalers):
+    """Give what has to be the same on every rank."""
+    weights = [param.detach().double().sum().item() for param in model.parameters()]
+    return weights, [scaler.get_scale() for scaler in scalers]
+
+
+def run_again(policy, fused):
+    """One rank overflows, then one rank has a NaN of its own."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**14, model=model)
+    attempts, applied = [], []
+    for step in range(6):
+
+        def one(step=step):
+            attempts.append(step)
+            factor = 1.0
+            if dist.get_rank() == 1:
+                factor = {2: 2.0**14, 4: math.nan}.get(step, 1.0)
+            scaler.scale(loss_of(model, step) * factor).backward()
+
+        scaler.run(one, optimizer, retry_on=["scale_too_high", "bad_batch"])
+        applied.append(scaler.last_step.applied)
+    return attempts, applied, summary(model, scaler)
+
+
+def windows(sync):
+    """A micro-batch is bad on one rank: all drop it."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", sync=sync, init_scale=2.0**8)
+    scaler.guard(model)
+    dropped = []
+    for step in range(3):
+        with scaler.accumulate(4, optimizer) as window:
+            for part in range(4):
+                bad = dist.get_rank() == 1 and (step, part) == (1, 2)
+                factor = math.inf if bad else 0.25
+                scaler.scale(loss_of(model, 4 * step + part) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        dropped.append(window.dropped)
+    counted = model.module[1].num_batches_tracked.item()
+    return dropped, counted, summary(model, scaler)
+
+
+def unshared():
+    """Use `no_sync` inside a window."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", model=model)
+    try:
+        with scaler.accumulate(2, optimizer), model.no_sync():
+            scaler.scale(loss_of(model, 0))
+    except AccumulateError as error:
+        return str(error)
+    return None
+
+
+def joint(fused):
+    """Of two networks one fails on one rank: no network steps on any."""
+    one, two = network(0), network(1)
+    models = [DistributedDataParallel(one), DistributedDataParallel(two)]
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=0.01, fused=fused) for m in models
+    ]
+    scaler = GradScaler("cpu", skip="joint", init_scale=2.0**8)
+    groups = [scaler.group("one"), scaler.group("two")]
+    applied = []
+    for step in range(4):
+        for index in (0, 1):
+            optimizers[index].zero_grad()
+            bad = (index, step, dist.get_rank()) == (1, 2, 1)
+            loss = loss_of(models[index], step) * (math.inf if bad else 1.0)
+            groups[index].scale(loss).backward()
+            groups[index].step(optimizers[index])
+        scaler.update()
+        applied.append([scaler.last_step_of(o).applied for o in optimizers])
+    return applied, summary(one, *groups), summary(two)
+
+
+def spikes():
+    """A spike on one rank is one for all."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    guard = SpikeGuard(warmup=4, least=20.0)
+    scaler = GradScaler("cpu", init_scale=4.0, spike_guard=guard)
+    applied = []
+    for step in range(8):
+        optimizer.zero_grad()
+        high = 1e3 if (step, dist.get_rank()) == (6, 1) else 1.0
+        scaler.scale(loss_of(model, step) * high).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        applied.append(scaler.last_step.applied)
+    return applied, scaler.spikes, summary(model, scaler)
+
+
+def local():
+    """Each rank has factors of its own; gradients are shared undone."""
+    plain, model = network(), network()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scales = local_scales(model, nn.Linear, scaler=scaler)
+    state = scales.state_dict()
+    shift = 5.0 * dist.get_rank()
+    scales.load_state_dict(
+        {**state, "exponents": [shift, -shift, 3.0][: len(state["names"])]}
+    )
+    wrapped = [DistributedDataParallel(one) for one in (plain, model)]
+    wide = torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    wrapped[0](wide).square().mean().backward()
+    scaler.scale(wrapped[1](wide).square().mean()).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+    return all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )

@@ -1,0 +1,58 @@
+"""Groups, re-runs, guards, windows, spikes and local scales: the same on all ranks."""
+
+import beyond
+import pytest
+
+
+@pytest.mark.parametrize("policy", [None, "headroom"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_run_again_or_none(policy, fused, crew_of):
+    """An overflow of one is cured for all; a NaN of one is skipped by all."""
+    one, two = crew_of(2).run(beyond.run_again, policy, fused)
+
+    assert one == two
+    attempts, applied, _ = one
+    assert [True, True, True, True, False, True] == applied
+    assert policy or attempts.count(2) > 1  # headroom sees it coming by the loss
+    assert 1 == attempts.count(4)
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_all_ranks_drop_the_same_micro_batch(sync, crew_of):
+    """Its statistics do not count either."""
+    one, two = crew_of(2).run(beyond.windows, sync)
+
+    assert one == two
+    assert [0, 1, 0] == one[0]
+    assert 11 == one[1]
+
+
+def test_unshared_gradients_in_a_window_are_refused(crew_of):
+    """They would never be shared."""
+    for message in crew_of(2).run(beyond.unshared):
+        assert "no_sync" in message
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_joint_means_all_networks_on_all_ranks(fused, crew_of):
+    """And only the scale of the one that failed falls."""
+    one, two = crew_of(2).run(beyond.joint, fused)
+
+    assert one == two
+    applied, (_, scales), _ = one
+    assert [[True, True], [True, True], [False, False], [True, True]] == applied
+    assert [2.0**8, 2.0**7] == scales
+
+
+def test_a_spike_on_one_rank_is_one_for_all(crew_of):
+    """The norm is that of all ranks."""
+    one, two = crew_of(2).run(beyond.spikes)
+
+    assert one == two
+    assert [True] * 6 + [False, True] == one[0]
+    assert 1 == one[1]
+
+
+def test_ranks_may_have_factors_of_their_own(crew_of):
+    """What they share is undone already, bit for bit."""
+    assert [True, True] == crew_of(2).run(beyond.local)
