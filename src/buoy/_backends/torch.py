@@ -13,6 +13,7 @@ import torch
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know
 
 __all__ = [
+    "Window",
     "amax",
     "any_nonfinite",
     "check_and_multiply_",
@@ -34,6 +35,7 @@ __all__ = [
     "small_share",
     "sums",
     "whole",
+    "window",
 ]
 
 Grads = list[torch.Tensor]
@@ -260,6 +262,21 @@ def peek(number: torch.Tensor) -> float:
     under a compiler there is no memory yet; callers ask `in_host_memory` first.
     """
     return _Float.from_address(number.data_ptr()).value
+
+
+class Window:
+    """A lasting look at a float32 of the CPU: `number.value` is what lies there now."""
+
+    __slots__ = ("_storage", "number")
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._storage = number.untyped_storage()  # lives as long as it is looked at
+        self.number = _Float.from_address(number.data_ptr())
+
+
+def window(number: torch.Tensor) -> Window | None:
+    """Open one, where the host's memory is the device."""
+    return Window(number) if in_host_memory(number) else None
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:

@@ -108,7 +108,7 @@ class Clipping(Reporting):
         record: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise words.unscale_after_step(method)
-        self._refuse_changed(optimizer, record, method)
+        self._refuse_changed(record, method)
         return record
 
     def _surveyed_norm(

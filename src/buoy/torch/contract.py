@@ -8,6 +8,7 @@ survey the gradients, `_agree` makes what they found the same on every rank, and
 
 import math
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy.torch import agree, apply, survey, words
 from buoy.torch.errors import NewScaleError
-from buoy.torch.fingerprint import fingerprint, unchanged
+from buoy.torch.fingerprint import fingerprint, first_of, still_there, unchanged
 from buoy.torch.gather import Gathered
 from buoy.torch.halves import Halves
 from buoy.torch.misuse import Guide
@@ -90,17 +91,19 @@ class Contract(TorchGradScaler):
                 raise words.unscaled_elsewhere()
 
     def _note_look(self, optimizer: Any, record: dict[str, Any]) -> None:
-        """Remember which gradients were looked at, should others be computed later."""
-        record["looked"] = (self._scalings, fingerprint(optimizer))
+        """Remember which gradients were clipped, should others be computed later."""
+        known = fingerprint(optimizer)
+        record["looked"] = (self._scalings, partial(unchanged, optimizer, known))
 
-    def _refuse_changed(
-        self, optimizer: Any, record: dict[str, Any], method: str
-    ) -> None:
+    def _note_unscaled(self, optimizer: Any, record: dict[str, Any]) -> None:
+        """Do so for gradients that were only unscaled, where every step pays for it."""
+        known = first_of(optimizer)
+        record["looked"] = (self._scalings, partial(still_there, optimizer, known))
+
+    def _refuse_changed(self, record: dict[str, Any], method: str) -> None:
         """Refuse gradients that another backward pass has made since they were seen."""
-        looked = record.get("looked")
-        if looked is None or looked[0] == self._scalings:
-            return
-        if not unchanged(optimizer, looked[1]):
+        scalings, same = record.get("looked", (self._scalings, None))
+        if scalings != self._scalings and not same():
             raise words.changed(method)
 
     def _agree(

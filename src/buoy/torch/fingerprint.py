@@ -33,10 +33,10 @@ def unchanged(optimizer: Any, known: Fingerprint) -> bool:
 
 def first_of(optimizer: Any) -> Fingerprint:
     """Remember the first gradient only: whoever computes others touches it as well."""
-    for param in parameters_of(optimizer):
-        grad = param.grad
-        if grad is not None:
-            return [(weakref.ref(grad), grad._version)]
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if (grad := param.grad) is not None:
+                return [(weakref.ref(grad), grad._version)]
     return []
 
 

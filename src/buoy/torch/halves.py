@@ -1,7 +1,7 @@
 """Parameters in half precision: refused, or given FP32 masters."""
 
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -11,6 +11,9 @@ from buoy.torch.gather import Gathered, gather, owners, parameters_of
 from buoy.torch.masters import MasterWeights, masters_of
 from buoy.torch.names import Names
 from buoy.torch.rounding import HALVES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Fp16Params", "Halves"]
 
@@ -30,6 +33,7 @@ class Halves:
             raise OptionError(message)
         self.wanted = wanted
         self._wide: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+        self._latest: Callable[[], Any] = bool  # refers to the optimizer met last
 
     def __reduce__(self) -> tuple[type["Halves"], tuple[Fp16Params | None]]:
         return Halves, (self.wanted,)
@@ -40,7 +44,7 @@ class Halves:
         if masters is not None:
             masters.widen()
         found = gather(optimizer)
-        if any(bucket.dtype is torch.float16 for bucket in found.buckets):
+        if torch.float16 in [bucket.dtype for bucket in found.buckets]:
             self._refuse(optimizer, names, allow and self.wanted != "error")
         return found
 
@@ -62,11 +66,14 @@ class Halves:
 
     def _meet(self, optimizer: Any) -> None:
         """Note, once, which parameters are FP32 to begin with."""
+        if self._latest() is optimizer:
+            return
         try:
             if optimizer not in self._wide:
                 self._wide[optimizer] = {
                     id(p) for p in parameters_of(optimizer) if p.dtype is torch.float32
                 }
+            self._latest = ref(optimizer)
         except TypeError:  # cannot be referred to: drift is not told from a choice
             return
 

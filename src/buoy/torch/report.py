@@ -240,14 +240,15 @@ class Reporting(Contract):
 
     def _usual_loss(self, evidence: Evidence | None) -> torch.Tensor:
         """Take the largest loss of an iteration; NaN if its step was skipped."""
-        loss = self._losses[-1].reshape(())
+        loss = self._losses[-1]
         if len(self._losses) > 1:
+            loss = loss.reshape(())
             sizes = [each.reshape(()).to(loss.device).abs() for each in self._losses]
             loss = torch.stack([size.float() for size in sizes]).max()
         if evidence is None or evidence.finite is not None:
             return loss
         skipped = evidence.found.to(loss.device, non_blocking=True) > 0
-        return loss.masked_fill(skipped, torch.nan)
+        return loss.reshape(()).masked_fill(skipped, torch.nan)
 
     def _tell_watch(self, stepped: list[LastStep]) -> None:
         bad = [report for report in stepped if report._applied is False]

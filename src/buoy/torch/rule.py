@@ -43,16 +43,27 @@ class Evidence(NamedTuple):
     underflow_read: float | None = None
 
 
-Mark = tuple[torch.Tensor, int]  # a tensor as it was: itself, and its version
+class _Mark(NamedTuple):
+    """A tensor as it was: itself, its version and, on a CPU, a look at its value."""
+
+    tensor: torch.Tensor
+    version: int
+    window: backend.Window | None
+
+    def holds(self, tensor: torch.Tensor, value: float) -> bool:
+        """Say whether nobody replaced it or wrote to it: collectives do so silently."""
+        return (
+            self.tensor is tensor
+            and self.version == tensor._version
+            and (self.window is None or self.window.number.value == value)
+        )
 
 
-def _mark(tensor: torch.Tensor) -> Mark:
-    return tensor, tensor._version
-
-
-def _changed(mark: Mark | None, tensor: torch.Tensor) -> bool:
-    """Say whether somebody has replaced a tensor or written to it."""
-    return mark is None or mark[0] is not tensor or mark[1] != tensor._version
+def _mark(tensor: torch.Tensor, before: _Mark | None = None) -> _Mark:
+    """Take note of a tensor that was just written; a window is opened only once."""
+    if before is not None and before.tensor is tensor:
+        return _Mark(tensor, tensor._version, before.window)
+    return _Mark(tensor, tensor._version, backend.window(tensor))
 
 
 class _Known(NamedTuple):
@@ -60,15 +71,9 @@ class _Known(NamedTuple):
 
     scale: float
     clean: int
-    scale_mark: Mark
-    clean_mark: Mark
-
-    def holds(self, scale: torch.Tensor, tracker: torch.Tensor) -> bool:
-        """Say whether they still do.  Collectives write without raising a version."""
-        if _changed(self.scale_mark, scale) or _changed(self.clean_mark, tracker):
-            return False
-        seen = survey.seen_by_host(scale)
-        return seen is None or seen == self.scale
+    mark: _Mark
+    counter: torch.Tensor
+    version: int  # of the counter
 
 
 class Classic:
@@ -82,20 +87,29 @@ class Classic:
         self._known: _Known | None = None
 
     def known(self, scaler: "Contract") -> float | None:
-        """Tell the scale, if the host knows it without asking."""
-        kept, scale, tracker = self._known, scaler._scale, scaler._growth_tracker
-        if kept is None or scale is None or tracker is None:
+        """Tell the scale, if the host knows it without asking.  Asked all the time."""
+        kept = self._known
+        if kept is None:
             return None
-        if not kept.holds(scale, tracker):
-            self._known = None
-            return None
-        return kept.scale
+        value, _, (held, version, window), counter, counted = kept
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        if (
+            scale is held
+            and tracker is counter
+            and held._version == version
+            and counter._version == counted
+            and (window is None or window.number.value == value)
+        ):
+            return value
+        self._known = None
+        return None
 
     def learn(self, scaler: "Contract", scale: float, tracker: int) -> None:
         """Note the scale and the counter that the tensors now hold."""
         held, count = scaler._scale, scaler._growth_tracker
         if held is not None and count is not None:
-            self._known = _Known(scale, tracker, _mark(held), _mark(count))
+            mark = _mark(held)
+            self._known = _Known(scale, tracker, mark, count, count._version)
 
     def start(self, scaler: "Contract") -> None:
         """Note what the tensors were just made of."""
@@ -153,7 +167,10 @@ class Classic:
         finite: bool,
     ) -> None:
         """Do what the kernel does, on plain numbers: the tensors only follow."""
-        before, count = self._known[:2] if self._known else (math.nan, 0)
+        known = self._known
+        if known is None:
+            return
+        before, count = known.scale, known.clean
         count, after = (count + 1, before) if finite else (0, before)
         if not finite:
             after = single(before * scaler._backoff_factor)
@@ -164,7 +181,8 @@ class Classic:
             after = single(min(max(after, self.low), self.high))
             scale.fill_(after)
         tracker.fill_(count)
-        self._known = _Known(after, count, _mark(scale), _mark(tracker))
+        mark = _mark(scale, known.mark)
+        self._known = _Known(after, count, mark, tracker, tracker._version)
 
     def unbound(self) -> "Classic":
         """Make a copy that knows no tensors, for a pickle."""
@@ -208,7 +226,7 @@ class Governed:
         self.strict = strict
         self.low = 0.0 if strict else _floor_of(policy)
         self.high, self.fixed = FLOAT32_MAX, False
-        self._mark: Mark | None = None
+        self._mark: _Mark | None = None
 
     def known(self, scaler: "Contract") -> float | None:
         """Tell the scale, if the host knows it without asking."""
@@ -220,13 +238,15 @@ class Governed:
 
     def _follow(self, scaler: "Contract", held: torch.Tensor) -> None:
         """Go on from a scale that somebody else has written into the tensor."""
-        seen = survey.seen_by_host(held)
-        if seen is None and _changed(self._mark, held):
-            seen = backend.read([held])[0]
         own = single(min(self.state.scale, FLOAT32_MAX))
-        if seen is None or seen == own or torch.compiler.is_compiling():
+        if self._mark is not None and self._mark.holds(held, own):
             return
-        if 0.0 < seen <= FLOAT32_MAX:
+        if torch.compiler.is_compiling():
+            return
+        seen = backend.read([held])[0]
+        if seen == own:
+            self._mark = _mark(held)
+        elif 0.0 < seen <= FLOAT32_MAX:
             self.restore(scaler, self.begun_at(seen))
         elif not self.strict:
             self._write(held)
@@ -345,7 +365,7 @@ class Governed:
     def _write(self, scale: torch.Tensor) -> None:
         # Scalers that keep a Python float may leave float32's range.
         scale.fill_(min(self.state.scale, FLOAT32_MAX))
-        self._mark = _mark(scale)
+        self._mark = _mark(scale, self._mark)
 
     def unbound(self) -> "Governed":
         """Make a copy whose state is of plain numbers, for a pickle."""

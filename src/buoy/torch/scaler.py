@@ -268,7 +268,7 @@ class GradScaler(Retrying, Diagnosing):
         if len(self._per_optimizer_states) > 1:
             self._refuse_alias(optimizer, record)
         if "multiplier" in record:
-            self._refuse_changed(optimizer, record, "unscale_")
+            self._refuse_changed(record, "unscale_")
             self._write_multiplier(optimizer, record)
             return
         found = torch.zeros_like(scale)
@@ -276,8 +276,8 @@ class GradScaler(Retrying, Diagnosing):
         self._agree(record, flags)
         record["stage"] = OptState.UNSCALED
         record["groups"] = optimizer.param_groups
-        if not self._strict:
-            self._note_look(optimizer, record)
+        if not self._strict and "stepping" not in record:
+            self._note_unscaled(optimizer, record)
 
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
@@ -304,7 +304,7 @@ class GradScaler(Retrying, Diagnosing):
             self._refuse_alias(optimizer, record)
         self._guide.before_step(self, optimizer)
         if "order" in record:  # after `unscale_` alone torch lets it pass
-            self._refuse_changed(optimizer, record, "step")
+            self._refuse_changed(record, "step")
         scale = self._frozen_scale()
         if self._window is not None:
             raise words_beyond.window_open("step")
@@ -314,6 +314,7 @@ class GradScaler(Retrying, Diagnosing):
             result = apply.handed_over(self, optimizer, record, args, kwargs)
         else:
             if record["stage"] is OptState.READY:
+                record["stepping"] = True
                 self.unscale_(optimizer)
             self._settle(record)
             if not record["found_inf_per_device"]:
@@ -363,13 +364,17 @@ class GradScaler(Retrying, Diagnosing):
 
     def _evidence(self) -> Evidence:
         """Put together what all optimizers of this iteration showed."""
-        for record in self._per_optimizer_states.values():
+        states = self._per_optimizer_states
+        if len(states) == 1 and not self._rule.wants:  # the case to be quick about
+            (record,) = states.values()
+            flags = record["found_inf_per_device"]
+            found = flags.get(self._home())
+            plain = found is not None and len(flags) == 1
+            if plain and "pending" not in record and "own" not in record:
+                return Evidence(found, record.get("finite"))
+        for record in states.values():
             self._settle(record)
-        records = [
-            record
-            for record in self._per_optimizer_states.values()
-            if apply.own(record)
-        ]
+        records = [record for record in states.values() if apply.own(record)]
         if not records:
             raise words.nothing_recorded()
         home = self._home()
