@@ -140,6 +140,7 @@ class Reporting(Contract):
         )
         report._norm, report._next = outcome.norm, outcome.next_scale
         report._losses = () if outcome.loss is None else (outcome.loss,)
+        report._mark = first_of(optimizer)
         self._last = self._reports[id(optimizer)] = report
 
     def _report_unscaled(self, optimizer: Any) -> None:
