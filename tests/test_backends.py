@@ -91,6 +91,7 @@ def test_powers_of_two_are_exact(backend):
 def test_the_rule_compiles_to_one_torch_graph(name):
     """`torch.compile(fullgraph=True)` takes the whole update as it is, and agrees."""
     torch = pytest.importorskip("torch")
+    torch._dynamo.reset()  # what other tests compiled stays theirs
     policy = POLICIES.get(name, buoy.LogNormal())
 
     @torch.compile(fullgraph=True, backend="eager")

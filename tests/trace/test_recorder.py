@@ -1,8 +1,9 @@
 """What is recorded is what is read, in few bytes, also while the run goes on."""
 
 import math
-import os
 import sqlite3
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -230,17 +231,25 @@ def test_a_run_without_sizes_says_why_it_cannot_be_replayed(tmp_path):
         buoy.trace.read(tmp_path / "run.buoy")
 
 
+FORKED = """
+import os, sys
+from buoy.trace import Recorder
+
+with Recorder(sys.argv[1]) as recorder:
+    recorder.step(scale=1.0, applied=True)
+    recorder.flush()
+    child = os.fork()
+    if not child:
+        recorder.step(scale=9.0, applied=True)
+        recorder.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    recorder.step(scale=2.0, applied=True)
+"""
+
+
 def test_a_forked_child_leaves_the_parents_file_alone(tmp_path):
     """Data loaders fork; the copy of a recorder in there must do nothing."""
     path = tmp_path / "run.buoy"
-    with Recorder(path) as recorder:
-        recorder.step(scale=1.0, applied=True)
-        recorder.flush()
-        child = os.fork()
-        if not child:
-            recorder.step(scale=9.0, applied=True)
-            recorder.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        recorder.step(scale=2.0, applied=True)
+    subprocess.run([sys.executable, "-c", FORKED, str(path)], check=True)
     assert [row.scale for row in buoy.trace.load(path).rows] == [1.0, 2.0]
