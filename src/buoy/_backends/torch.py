@@ -315,7 +315,8 @@ def sums(grads: Grads) -> Grads:
 
 def small_share(grads: Grads, below: float = 2.0**-20) -> torch.Tensor:
     """Tell which share of the nonzero gradients is below `below`.  float32 []."""
-    some = [((g != 0) & (g.abs() < below)).sum() for g in grads]
-    nonzero = [(g != 0).sum() for g in grads]
-    count = torch.stack(nonzero).sum().clamp(min=1)
-    return torch.div(torch.stack(some).sum().float(), count.float())
+    total = sum(grad.numel() for grad in grads)
+    below_it = torch.stack([torch.count_nonzero(g.abs() < below) for g in grads]).sum()
+    nonzero = torch.stack([torch.count_nonzero(grad) for grad in grads]).sum()
+    some = below_it - (total - nonzero)  # zeros are below it, too
+    return torch.div(some.float(), nonzero.clamp(min=1).float())
