@@ -359,8 +359,10 @@ def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
     """What was clipped through one object is not stepped through another."""
 
     class Wrapper:
+        _step_supports_amp_scaling = True
+
         def __init__(self, optimizer):
-            self.optimizer = optimizer
+            self.step = optimizer.step
             self.param_groups = optimizer.param_groups
 
     param = torch.nn.Parameter(torch.ones(2))
