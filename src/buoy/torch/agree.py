@@ -39,6 +39,7 @@ def launch(
 ) -> Flags:
     """Send off what this rank found; the flag becomes everybody's once settled."""
     vector = _vector(scaler, record, found, largest)
+    scaler._ranks.note("agree")
     record["pending"] = scaler._ranks.ask(vector, dist.ReduceOp.MAX)
     return {vector.device: vector[FOUND]}
 
@@ -138,10 +139,11 @@ def heal(scaler: "Contract", scale: float, turn: int) -> None:
 def foresee(scaler: "Contract", loss: torch.Tensor | None) -> torch.Tensor | None:
     """Take the largest |loss| of all ranks; one without a loss takes part as well.
 
-    Once per iteration, on the first loss.  Not inside a pipeline's schedule: there the
-    ranks that have no loss are waiting for the gradients of the one that has.
+    Once per iteration, on the first loss.  Not inside a pipeline's schedule, nor in
+    `Join`: there the ranks that have no loss are waiting for the gradients of those
+    that have.
     """
-    if scaler._piped or not getattr(scaler._rule, "fresh", False):
+    if scaler._piped or scaler._uneven or not getattr(scaler._rule, "fresh", False):
         return None
     home = scaler._home()
     if loss is None:

@@ -31,6 +31,7 @@ __all__ = [
     "largest",
     "outcome",
     "own",
+    "see",
     "settled",
     "total",
 ]
@@ -135,7 +136,7 @@ def handed_over(
         optimizer.grad_scale = scale if own is None else scale * own
     optimizer.found_inf = 0 if found is None else found
     if found is not None:
-        _see(record, found)
+        see(record, found)
     try:
         if found is not None and not _plugged(scaler, optimizer, record, found):
             return None
@@ -151,7 +152,7 @@ _EARLY = (
 )
 
 
-def _see(record: dict[str, Any], found: torch.Tensor) -> None:
+def see(record: dict[str, Any], found: torch.Tensor) -> None:
     """Note what the host can see of the outcome without asking a device."""
     seen = survey.seen_by_host(found)
     if seen is None:

@@ -200,6 +200,7 @@ class Clipping(Reporting):
         seen = survey.measure(gathered, order, one)
         self._settle(record)
         if order == math.inf and seen.norm is not None:
+            self._ranks.note("largest")
             record["largest"] = self._ranks.largest(seen.norm.float())
         norm = replicas.global_norm(self, optimizer, record, gathered, seen, order)
         coefficient = survey.clipping(norm.float(), max_norm)

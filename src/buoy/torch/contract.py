@@ -57,6 +57,7 @@ class Contract(TorchGradScaler):
     _gap: torch.Tensor | None  # by how much ranks differ, where nobody asks the device
     _assumed: bool  # the scale was made without a loss: other ranks have that
     _piped: bool  # the loss is met inside a schedule, where ranks cannot be asked
+    _uneven: bool = False  # some ranks may have no data left: inside `Join`
 
     def _check_scale_growth_tracker(
         self, funcname: str

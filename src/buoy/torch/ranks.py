@@ -1,6 +1,11 @@
 """The other ranks: who they are, how to ask them all at once, and who is missing.
 
 Alone there is nobody to ask, and finding that out is all that this costs.
+
+Over gloo all ranks are asked through a group of the scaler's own, because there a
+collective that meets another one ends the process: a rank that has run out of data and
+shadows its model's collectives (`Join`) would be that other one.  Elsewhere a group
+costs memory of the device, and the default group is used.
 """
 
 import time
@@ -8,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as dist
@@ -29,7 +35,8 @@ class Answer:
 
     def __init__(self, ranks: "Ranks", tensor: torch.Tensor, op: Any) -> None:
         self._ranks, self._op, self._home = ranks, op, tensor.device
-        first, *self._rest = ranks.groups()
+        with ranks.missed():
+            first, *self._rest = ranks.lines()
         self._tensor = tensor.to(ranks.wire(tensor.device))
         with ranks.missed():
             self._work = dist.all_reduce(self._tensor, op, first, async_op=True)
@@ -55,6 +62,7 @@ class Ranks:
         # Not held: a group that outlives its process's end takes the process down.
         self._given = None if given is None else [*map(weakref.ref, _resolved(given))]
         self._asked = 0
+        self.heard: list[str] | None = None  # what was asked, if somebody takes notes
 
     def groups(self) -> tuple[Any, ...]:
         """Give the groups to go through, one after the other; none when alone."""
@@ -66,10 +74,22 @@ class Ranks:
             raise OptionError(_ENDED)
         return groups
 
+    def lines(self) -> tuple[Any, ...]:
+        """Give the groups to ask through; the first call is one of all ranks."""
+        groups = self.groups()
+        if self._given is None and groups:
+            return (_own_line(groups[0]),)
+        return groups
+
     def ask(self, tensor: torch.Tensor, op: Any) -> Answer:
         """Send a tensor off to be reduced over all ranks."""
         self._asked += 1
         return Answer(self, tensor, op)
+
+    def note(self, question: str) -> None:
+        """Say what is asked next, for a rank that will have to repeat it."""
+        if self.heard is not None:
+            self.heard.append(question)
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the element-wise maximum over all ranks, now."""
@@ -80,7 +100,7 @@ class Ranks:
         self._asked += 1
         whole = tensor.to(self.wire(tensor.device)).unsqueeze(0)
         with self.missed():
-            for group in self.groups():
+            for group in self.lines():
                 parts = [torch.empty_like(whole) for _ in range(group.size())]
                 dist.all_gather(parts, whole.contiguous(), group)
                 whole = torch.cat(parts)
@@ -89,7 +109,7 @@ class Ranks:
     def members(self) -> list[int]:
         """Name the ranks, in the order of `gather`."""
         found = [dist.get_rank()]
-        for group in self.groups():
+        for group in self.lines():
             others: list[Any] = [None] * group.size()
             dist.all_gather_object(others, found, group)
             found = [rank for some in others for rank in some]
@@ -135,6 +155,23 @@ class Ranks:
 
 
 _AVAILABLE = dist.is_available()
+_OWN: "WeakKeyDictionary[Any, weakref.ref[Any]]" = WeakKeyDictionary()
+
+
+def _own_line(world: Any) -> Any:
+    """Give the group that the scalers of this process ask all ranks through."""
+    if dist.get_backend(world) != "gloo":
+        return world
+    held = _OWN.get(world)
+    made = None if held is None else held()
+    if made is None:
+        made = dist.new_group(timeout=_timeout(world), group_desc="buoy")
+        _OWN[world] = weakref.ref(made)
+    return made
+
+
+def _timeout(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def _members(group: Any) -> list[int]:

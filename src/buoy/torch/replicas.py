@@ -3,7 +3,8 @@
 A rank cannot tell by itself whether a plain parameter is a replica (data parallel),
 a shard (FSDP1) or its alone (a stage, an expert).  So, once per optimizer, ranks
 compare what they hold: parts with the same content and the same gradient are one part.
-From then on a norm costs one SUM all-reduce of one float64.
+From then on a norm costs one SUM all-reduce of two float64: the sum of powers, and how
+many ranks it is of, because one that has no data left (`Join`) counts no replica.
 """
 
 import hashlib
@@ -17,11 +18,12 @@ from torch import distributed as dist
 from buoy._backends import torch as backend
 from buoy.torch import survey
 from buoy.torch.gather import Gathered, local_grad, owners, parameters_of
+from buoy.torch.ranks import Answer
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
 
-__all__ = ["Shares", "global_norm"]
+__all__ = ["Shares", "ask_norm", "global_norm"]
 
 _CLOSE = 1e-3  # replicas' gradients may be summed up in another order
 _SAMPLE = 4096  # elements at either end whose order is looked at
@@ -83,9 +85,19 @@ def global_norm(
     if gathered.grads:
         weights = shares.weights(optimizer, home)
         power = _power(gathered, seen.parts, order, weights)
-    total = scaler._ranks.ask(power, dist.ReduceOp.SUM)
+    total = ask_norm(scaler, power, present=True)
     scaler._settle(record)
-    return total.wait().pow(1.0 / order)
+    whole, there = total.wait()
+    everybody = math.prod(group.size() for group in scaler._ranks.groups())
+    norm: torch.Tensor = (whole * (everybody / there)).pow(1.0 / order)
+    return norm
+
+
+def ask_norm(scaler: "Contract", power: torch.Tensor, *, present: bool) -> Answer:
+    """Send off a sum of powers, and whether this rank has gradients to count at all."""
+    scaler._ranks.note("norm")
+    both = torch.stack([power, torch.full_like(power, float(present))])
+    return scaler._ranks.ask(both, dist.ReduceOp.SUM)
 
 
 def _power(

@@ -30,7 +30,7 @@ _TRANSIENT = {
     "_losses", "_history", "_frozen", "_guide", "_reports", "_last", "_mail", "_noted",
     "_traced", "_traced_loss", "_untold", "_listeners", "_recorder", "_parent",
     "_shares", "_healing", "_assumed", "_window", "_origins", "_guards", "_parts",
-    "_gap",
+    "_gap", "_shadow", "_joined_as", "_uneven",
 }  # fmt: skip
 
 

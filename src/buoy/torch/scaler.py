@@ -33,13 +33,13 @@ from buoy.torch import (
 from buoy.torch.diagnosing import Diagnosing
 from buoy.torch.errors import EmptyStateError, MidIterationError
 from buoy.torch.halves import Fp16Params, Halves
+from buoy.torch.joins import Joining
 from buoy.torch.joint import Joint
 from buoy.torch.mailbox import Mailbox
 from buoy.torch.names import Names
 from buoy.torch.pipeline import scaled_loss
 from buoy.torch.ranks import ProcessGroups, Ranks
 from buoy.torch.replicas import Shares
-from buoy.torch.retry import Retrying
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
 from buoy.torch.watch import OnStuck, Watch
@@ -54,7 +54,7 @@ __all__ = ["GradScaler"]
 _LOSSES = 64  # of one iteration that are kept, should a verdict need them
 
 
-class GradScaler(Retrying, Diagnosing):
+class GradScaler(Joining, Diagnosing):
     """Scale the loss, check and unscale the gradients, step only if they are finite.
 
     A drop-in for `torch.amp.GradScaler`: its arguments come first and mean the same.

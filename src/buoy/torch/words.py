@@ -344,7 +344,8 @@ def absent(
         "was not moved. Either that rank has died (look at its log), or it takes "
         "fewer steps than the others: uneven inputs, a `step` under `if rank == 0`, an "
         "exception that only it caught. Every rank must call `scaler.step` equally "
-        "often; one without data steps without gradients. If only some ranks train "
+        "often; one without data steps without gradients, or the scaler is named to "
+        "`Join([model, scaler])`. If only some ranks train "
         "together, pass them as `process_group=`; a policy that looks at the loss "
         "needs `scaler.loss_fn` in a pipeline. torch.distributed said: "
         f"{reason}",

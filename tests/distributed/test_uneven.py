@@ -1,0 +1,70 @@
+"""Ranks that run out of data before others, and torch's own `Join`."""
+
+import pytest
+import torch
+import uneven
+from crew import Crew
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("sgd", None), ("fused", None), ("sgd", "headroom")]
+)
+def test_ranks_without_data_hold_the_same_scale(kind, policy, parts, clip, crew_of):
+    """They follow the others, an overflow among them, to the same state."""
+    runs = crew_of(3).run(uneven.uneven, kind, policy, clip, parts, [3, 8, 5])
+
+    _, held, weights, after = runs[0]
+    for _, other, copies, later in runs[1:]:
+        assert held == other
+        assert all(map(torch.equal, weights, copies))
+        assert after == later
+    assert 8 == held["turn"]
+    assert after[0]
+    assert [] == after[2]
+    if policy is None:  # 64 grew after 3 and 6, fell at 7, and counts again
+        assert (128.0, 1) == (held["scale"], held["_growth_tracker"])
+
+
+def test_the_norm_is_that_of_who_is_left(crew_of):
+    """A replica that has no data left is not counted as one of nothing."""
+    runs = crew_of(3).run(uneven.uneven, "sgd", None, True, 1, [2, 6, 4])
+
+    for norm, true in runs[1][0]:
+        assert norm == pytest.approx(true, rel=1e-6)
+
+
+def test_a_rank_may_have_no_data_at_all(crew_of):
+    """Then it takes part in plain steps."""
+    runs = crew_of(2).run(uneven.uneven, "sgd", None, False, 1, [0, 4])
+
+    assert runs[0][1] == runs[1][1]
+    assert 4 == runs[0][1]["turn"]
+
+
+def test_a_scaler_that_join_does_not_know_names_who_is_absent():
+    """No hang and no crash: an error that tells the cure, and nothing applied."""
+    crew = Crew(2, timeout=2.0)
+    try:
+        _, told = crew.outcomes(uneven.unnamed)
+    finally:
+        crew.close()
+
+    kind, absent, message, kept = told
+    assert "AbsentRankError" == kind
+    assert (0,) == absent
+    assert "Join([model, scaler])" in message
+    assert kept
+
+
+def test_the_model_is_named_first(crew_of):
+    """It is the model that announces an iteration."""
+    for message in crew_of(2).run(uneven.misnamed):
+        assert "Join([model, scaler])" in message
+
+
+def test_a_shared_step_is_not_compiled(crew_of):
+    """The compiler would leave the other ranks out; the error says what to do."""
+    for message in crew_of(2).run(uneven.compiled):
+        assert "other ranks take part in" in message

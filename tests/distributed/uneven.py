@@ -1,0 +1,105 @@
+"""What crews are asked to do when some ranks run out of data before others."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from tasks import OPTIMIZERS
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from buoy.torch import GradScaler
+
+
+def trainer(kind: str, policy: str | None) -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    rule = {} if policy else {"growth_interval": 3}
+    return model, optimizer, GradScaler("cpu", 64.0, policy=policy, **rule)
+
+
+def uneven(
+    kind: str, policy: str | None, clip: bool, parts: int, counts: list[int]
+) -> Any:
+    """Train on so many batches per rank; one of the last ones overflows."""
+    model, optimizer, scaler = trainer(kind, policy)
+    rank = dist.get_rank()
+    norms = []
+    with warnings.catch_warnings(), Join([model, scaler]):
+        for step in range(counts[rank]):
+            optimizer.zero_grad()
+            for part in range(parts):
+                x = torch.full((2, 3), 1.0 + step + part + rank)
+                scaler.scale(model(x).square().mean()).backward()
+            bad = step == max(counts) - 2 and counts[rank] == max(counts)
+            if bad:
+                model.module[0].weight.grad[0, 0] = math.inf
+            if clip:
+                grads = [p.grad / scaler.get_scale() for p in model.parameters()]
+                true = get_total_norm(grads).item()
+                norms.append((scaler.clip_grad_norm_(optimizer, 1.0).item(), true))
+            scaler.step(optimizer)
+            scaler.update()
+    weights = [param.detach().clone() for param in model.parameters()]
+    held = {**scaler.state_dict(), "turn": scaler._turn}
+    after = ordinary(model, optimizer, scaler)
+    return norms, held, weights, after
+
+
+def ordinary(model: Any, optimizer: Any, scaler: Any) -> Any:
+    """Take one more step, outside: nothing of `Join` may be left."""
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step.applied, scaler.get_scale(), scaler._listeners
+
+
+def unnamed() -> Any:
+    """Name the model alone to `Join`."""
+    model, optimizer, scaler = trainer("sgd", None)
+    before = []
+    try:
+        with warnings.catch_warnings(), Join([model]):
+            for _ in range(2 + dist.get_rank()):
+                before = [param.detach().clone() for param in model.parameters()]
+                ordinary(model, optimizer, scaler)
+    except RuntimeError as error:
+        same = zip(before, model.parameters(), strict=True)
+        kept = all(torch.equal(a, b) for a, b in same)
+        return type(error).__name__, getattr(error, "absent", None), str(error), kept
+    return "nothing happened"
+
+
+def misnamed() -> str:
+    """Name the scaler first."""
+    model, _, scaler = trainer("sgd", None)
+    try:
+        Join([scaler, model])
+    except ValueError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def compiled() -> str:
+    """Compile a step that other ranks take part in."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", 64.0, sync="never")
+    scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step() -> None:
+        scaler.step(optimizer)
+
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing happened"
