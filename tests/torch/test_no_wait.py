@@ -241,6 +241,28 @@ def test_stuck_is_heard_late_but_heard():
     assert alarms[0].skipped >= 4
 
 
+@pytest.mark.parametrize("policy", ["headroom", "backoff", "apex", "static"])
+def test_a_scale_on_a_device_is_taken_over_by_a_policy_unread(policy):
+    """Set by a tensor, in a step that asks nobody; it goes on as if it were read."""
+    scales = []
+    for hidden in (True, False):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scaler = GradScaler("cpu", policy=policy)
+        seen = []
+        for step, event in enumerate(["ok", "ok", "inf", "ok", "ok"]):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            spoil(model, event)
+            with no_host_reads(hidden=hidden):
+                scaler.step(optimizer)
+                scaler.update(torch.tensor(300.0) if step == 1 else None)
+            seen.append(scaler.get_scale())
+        scales.append(seen)
+    assert scales[0] == scales[1]
+    assert scales[0][1] in (256.0, 300.0)  # some policies take powers of two only
+
+
 def test_a_policy_object_is_taken_as_it_is():
     """`scaler.policy` is what was given, or torch's rule written as a policy."""
     given = buoy.Backoff(init_scale=8.0)

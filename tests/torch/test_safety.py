@@ -1,12 +1,15 @@
 """Non-finite values never reach the weights, and the scale never leaves its bounds."""
 
 import math
+from contextlib import nullcontext
+from copy import deepcopy
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from nets import OPTIMIZERS, loss_of, net, spoil, train
+from no_host_reads import no_host_reads
 
 from buoy.torch import (
     GradScaler,
@@ -172,6 +175,64 @@ def test_fused_sgd_survives_an_overflow_on_its_first_step(dampening, nesterov):
         results.append(model)
     for p, q in zip(results[0].parameters(), results[1].parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("maximize", [True, False])
+def test_fused_sgd_with_dampening_never_waits(hidden, maximize):
+    """Whatever is skipped while the momentum begins; parameters come in one by one."""
+    results = []
+    for fused in (True, False):
+        model = net()
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=0.05,
+            momentum=0.9,
+            dampening=0.5,
+            weight_decay=0.01,
+            maximize=maximize,
+            fused=fused,
+        )
+        scaler = GradScaler("cpu", init_scale=64.0)
+        for step, event in enumerate(["nan", "ok", "inf", "inf", "ok", "ok", "ok"]):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            for param in list(model.parameters())[2:] if step < 3 else ():
+                param.grad = None
+            spoil(model, event)
+            with no_host_reads(hidden=hidden) if fused else nullcontext():
+                scaler.step(optimizer)
+                scaler.update()
+        results.append((model, optimizer))
+    (model, optimizer), (other, plain) = results
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+        mine, theirs = (
+            o.state[x]["momentum_buffer"] for o, x in ((optimizer, p), (plain, q))
+        )
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_dampened_momentum_that_was_loaded_goes_on():
+    """What was not known of the one before it does not concern it."""
+    model = net()
+    kind = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "fused": True}
+    optimizer = torch.optim.SGD(model.parameters(), **kind)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(model, "inf")
+    with no_host_reads(hidden=True):
+        scaler.step(optimizer)
+        scaler.update()
+    other = net()
+    another = torch.optim.SGD(other.parameters(), **kind)
+    train(GradScaler("cpu", init_scale=64.0), other, another, ["ok", "ok"])
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(deepcopy(another.state_dict()))
+    for kind, each in ((model, optimizer), (other, another)):
+        train(GradScaler("cpu", init_scale=64.0), kind, each, ["ok"], start=2)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -6,19 +6,17 @@
   not count, everything that it changed is put back on the device.
 """
 
-import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from buoy.torch import aloud, holes, survey, words
+from buoy.torch import aloud, dampened, holes, survey, words
 from buoy.torch.gather import gather
 from buoy.torch.masters import masters_of
 from buoy.torch.select import selected_step
+from buoy.torch.takers import takers, takes_scaler
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
@@ -27,7 +25,6 @@ __all__ = [
     "add_cause",
     "combined",
     "handed_over",
-    "hands_over",
     "largest",
     "outcome",
     "own",
@@ -42,8 +39,9 @@ def combined(
 ) -> torch.Tensor | None:
     """Add the flags of several devices up on one."""
     if len(found) == 1 and home in found:
-        return found[home]
-    flags = [flag.to(home, non_blocking=True) for flag in found.values()]
+        flag = found[home]
+        return flag.reshape(()) if flag.dim() else flag  # others use a shape of [1]
+    flags = [flag.to(home, non_blocking=True).reshape(()) for flag in found.values()]
     if not flags:
         return None
     total = flags[0]
@@ -80,19 +78,10 @@ def outcome(record: dict[str, Any], home: torch.device) -> bool | None:
     return None if seen is None else not seen
 
 
-def hands_over(optimizer: Any) -> bool:
-    """Say whether an optimizer takes `grad_scale` and `found_inf` as attributes."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return not _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step))
-
-
 def total(
     flags: list[dict[torch.device, torch.Tensor]], home: torch.device
 ) -> torch.Tensor:
     """Add the flags of several optimizers up; there is at least one."""
-    if len(flags) == 1 and len(flags[0]) == 1 and home in flags[0]:
-        return flags[0][home]
     sums = [found for some in flags if (found := combined(some, home)) is not None]
     whole = sums[0]
     for more in sums[1:]:
@@ -121,29 +110,35 @@ def handed_over(
     kwargs: dict[str, Any],
 ) -> Any:
     """Let an optimizer that knows of scaling do its part."""
-    if not hands_over(optimizer):
-        return _passed_itself(scaler, optimizer, args, kwargs)
-    looked = "multiplier" in record or "surveyed" in record
-    if record["stage"] is OptState.READY and not looked:
-        scaler._check_grads(optimizer)
+    if takes_scaler(optimizer):
+        return _passed_itself(scaler, optimizer, record, args, kwargs)
+    whom, sure = takers(optimizer)
+    if record["stage"] is OptState.READY:
+        if not sure:
+            record["stepping"] = True
+            scaler.unscale_(optimizer)
+        elif "multiplier" not in record and "surveyed" not in record:
+            scaler._check_inf_per_device(optimizer)
     scale, found = scaler._hand_over(record)
     if found is None and gather(optimizer).grads:
         raise words.no_gradients([_EARLY])
-    own = getattr(optimizer, "grad_scale", None)
-    if record["stage"] is OptState.UNSCALED:
-        optimizer.grad_scale = own
-    else:
-        optimizer.grad_scale = scale if own is None else scale * own
-    optimizer.found_inf = 0 if found is None else found
     if found is not None:
         see(record, found)
+    unscaled = record["stage"] is OptState.UNSCALED
+    record["handed"] = not unscaled
+    for one in whom:
+        own = getattr(one, "grad_scale", None)
+        if not unscaled:
+            own = scale if own is None else scale * own
+        one.grad_scale, one.found_inf = own, 0 if found is None else found
     try:
-        if found is not None and not _plugged(scaler, optimizer, record, found):
-            return None
-        return optimizer.step(*args, **kwargs)
+        if found is None or scaler._strict:
+            return optimizer.step(*args, **kwargs)
+        return _plugged(optimizer, whom, record, args, kwargs)
     finally:
-        del optimizer.grad_scale
-        del optimizer.found_inf
+        for one in whom:
+            del one.grad_scale
+            del one.found_inf
 
 
 _EARLY = (
@@ -163,35 +158,44 @@ def see(record: dict[str, Any], found: torch.Tensor) -> None:
             record[f"{name}_read"] = survey.seen_by_host(record[name])
 
 
-_TAKES_SCALER: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
-
-
-def _takes_scaler(step: Callable[..., Any]) -> bool:
-    try:
-        found = _TAKES_SCALER.get(step)
-        if found is None:
-            found = "grad_scaler" in inspect.signature(step).parameters
-            _TAKES_SCALER[step] = found
-    except TypeError:  # cannot be referred to weakly: look every time
-        return "grad_scaler" in inspect.signature(step).parameters
-    return found
-
-
 def _plugged(
-    scaler: "Contract", optimizer: Any, record: dict[str, Any], found: torch.Tensor
-) -> bool:
-    """Close the fused optimizers' holes; say whether the step may be called."""
-    if scaler._strict:
-        return True
-    holes.fill_momentum(optimizer)
-    if holes.unplugged_momentum(optimizer):
-        record["finite"] = not found.item()
-        return bool(record["finite"])
-    return True
+    optimizer: Any,
+    whom: tuple[Any, ...],
+    record: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step, with the fused optimizers' holes closed."""
+    some = []
+    for one in whom:
+        holes.fill_momentum(one)
+        fresh = dampened.fresh(one, finite=record.get("finite"))
+        some += [(one, fresh)] if fresh else []
+    if not some:
+        return optimizer.step(*args, **kwargs)
+    if record.get("finite") is False:
+        return None
+    held = [(param, param.grad) for _, fresh in some for param, _ in fresh]
+    for param, _ in held:
+        param.grad = None
+    try:
+        result = optimizer.step(*args, **kwargs)
+    finally:
+        for param, grad in held:
+            param.grad = grad
+    for one, fresh in some:
+        dampened.step(
+            one, fresh, one.grad_scale, one.found_inf, finite=record.get("finite")
+        )
+    return result
 
 
 def _passed_itself(
-    scaler: "Contract", optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scaler: "Contract",
+    optimizer: Any,
+    record: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     aloud.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the "
@@ -201,7 +205,9 @@ def _passed_itself(
         "directly.",
         FutureWarning,
     )
-    return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    record["handed"] = record["stage"] is not OptState.UNSCALED
+    return result
 
 
 def settled(

@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch import apply, options, replicas, survey, traced, words
+from buoy.torch import options, replicas, survey, traced, words
 from buoy.torch.errors import NonfiniteNormError
 from buoy.torch.gather import (
     Gathered,
@@ -19,6 +19,7 @@ from buoy.torch.gather import (
     sorted_by_kind,
 )
 from buoy.torch.report import Reporting
+from buoy.torch.takers import hands_over
 
 __all__ = ["Clipping"]
 
@@ -60,6 +61,8 @@ class Clipping(Reporting):
                 self, optimizer, max_norm, float(norm_type), error_if_nonfinite
             )
         record = self._record_to_clip(optimizer, "clip_grad_norm_")
+        if record["stage"] is OptState.READY and self._unscales_otherwise():
+            self.unscale_(optimizer)
         if record["stage"] is OptState.UNSCALED:
             return self._clip_as_torch(
                 optimizer, max_norm, norm_type, error_if_nonfinite
@@ -69,7 +72,7 @@ class Clipping(Reporting):
             if norm is None:
                 return torch.zeros((), dtype=torch.float32, device=self._home())
             self._tighten(record, norm, max_norm)
-            if apply.hands_over(optimizer):
+            if hands_over(optimizer):
                 self._note_look(optimizer, record)
             else:
                 self._write_multiplier(optimizer, record)
@@ -132,9 +135,7 @@ class Clipping(Reporting):
     ) -> None:
         """Look at the scaled gradients once; note norm, flag and multiplier."""
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        gathered = self._halves.gather(
-            optimizer, self._names, apply.hands_over(optimizer)
-        )
+        gathered = self._halves.gather(optimizer, self._names, hands_over(optimizer))
         shared = bool(self._ranks.groups())
         if not (gathered.grads or shared):
             return

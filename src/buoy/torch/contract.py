@@ -20,12 +20,13 @@ from buoy.torch import agree, apply, survey, words
 from buoy.torch.errors import NewScaleError
 from buoy.torch.fingerprint import fingerprint, first_of, still_there, unchanged
 from buoy.torch.gather import Gathered
+from buoy.torch.governed import Governed
 from buoy.torch.halves import Halves
 from buoy.torch.misuse import Guide
 from buoy.torch.names import Names
 from buoy.torch.ranks import Ranks
 from buoy.torch.replicas import Shares
-from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
+from buoy.torch.rule import FLOAT32_MAX, Classic
 from buoy.torch.watch import Watch
 
 if TYPE_CHECKING:
@@ -207,10 +208,18 @@ class Contract(TorchGradScaler):
         self._check_grads(optimizer)
         return self._found_inf_per_device(optimizer)
 
+    def _unscales_otherwise(self) -> bool:
+        """Say whether a subclass, or a patch, looks at gradients in its own way."""
+        return _foreign(self._unscale_grads_) or _foreign(self.unscale_)
+
     def _check_grads(self, optimizer: torch.optim.Optimizer) -> None:
         """Check without writing; other ranks' findings are on their way."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._per_optimizer_states[id(optimizer)]
+        if _foreign(self._unscale_grads_):  # then that is how gradients are checked
+            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+            self._agree(record, self._unscale_grads_(optimizer, one, zero, True))
+            return
         with torch.no_grad():
             gathered = self._halves.gather(optimizer, self._names)
             if self._guide.watching:
@@ -298,7 +307,7 @@ class Contract(TorchGradScaler):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Give what an optimizer divides by, and the flag for not stepping."""
         self._settle(record)
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale: Any = self._get_scale_async()
         found = apply.combined(record["found_inf_per_device"], scale.device)
         multiplier = record.get("multiplier")
         return (scale if multiplier is None else multiplier.reciprocal()), found
@@ -321,6 +330,10 @@ class Contract(TorchGradScaler):
         for name, value in zip(wanted, values[3:], strict=True):
             record[f"{name}_read"] = value
         return not values[0]
+
+
+def _foreign(method: Any) -> bool:
+    return not str(getattr(method, "__module__", "")).startswith("buoy.")
 
 
 _NEW_SCALE = (

@@ -22,6 +22,7 @@ from buoy.torch.options import DEFAULTS
 from buoy.torch.origins import Origins
 from buoy.torch.spikes import Spiking
 from buoy.torch.step import LastStep
+from buoy.torch.takers import hands_over
 
 __all__ = ["Grouping", "Skip", "joint"]
 
@@ -298,7 +299,7 @@ class Grouping(Spiking):
 
 
 def _all_hand_over(reports: list[LastStep]) -> bool:
-    return all(apply.hands_over(report._optimizer()) for report in reports)
+    return all(hands_over(report._optimizer()) for report in reports)
 
 
 @torch.no_grad()

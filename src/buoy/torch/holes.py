@@ -4,12 +4,11 @@ Torch's fused SGD makes its momentum buffers of uninitialised memory and leaves 
 when its first step overflows; the second step then destroys the weights.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["fill_momentum", "leaves", "unplugged_momentum"]
+__all__ = ["fill_momentum", "leaves"]
 
 _MAX_NODES = 100_000
 
@@ -18,30 +17,17 @@ def fill_momentum(optimizer: Any) -> None:
     """Give a fused SGD zeros for momentum before its first step.
 
     From zeros its first step makes the same buffer as from nothing, as long as
-    `dampening` is 0; `unplugged_momentum` tells of the others.
+    `dampening` is 0; `dampened` steps the others.
     """
-    for param, group in _without_momentum(optimizer):
-        if not group["dampening"] and param.grad is not None:
-            buffer = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
-            optimizer.state[param]["momentum_buffer"] = buffer
-
-
-def unplugged_momentum(optimizer: Any) -> bool:
-    """Say whether a fused SGD's first step must not be tried with an overflow."""
-    return any(True for _ in _without_momentum(optimizer))
-
-
-def _without_momentum(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
-        if not group.get("fused") or not group.get("momentum"):
-            continue
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if optimizer.state[param].get("momentum_buffer") is None:
-                yield param, group
+        plain = group.get("momentum") and not group["dampening"]
+        for param in group["params"] if plain and group.get("fused") else ():
+            grad, state = param.grad, optimizer.state[param]
+            if grad is not None and state.get("momentum_buffer") is None:
+                zeros = torch.zeros_like(grad, memory_format=torch.preserve_format)
+                state["momentum_buffer"] = zeros
 
 
 def leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], set[torch.dtype]]:

@@ -8,7 +8,8 @@ import torch
 from buoy._core.policy import Policy
 from buoy._core.registry import policy as make_policy
 from buoy.torch.errors import FactorError, OptionError
-from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic, Governed
+from buoy.torch.governed import Governed
+from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic
 
 __all__ = ["DEFAULTS", "check", "heals", "limit", "never_syncs", "rule"]
 

@@ -119,6 +119,7 @@ class Reporting(Contract):
         report = LastStep(self, optimizer, found, scale)
         report._norm = record.get("norm")
         report._parts = record.get("parts")
+        report._handed = record.get("handed", False)
         report._applied = record.get("finite") if found is not None else False
         report._losses = tuple(self._losses)
         report._mark = first_of(optimizer)
@@ -196,7 +197,12 @@ class Reporting(Contract):
                 return None  # none, or shared: one rank alone cannot sum them up
             home = gathered.grads[0].device
             one = torch.ones((), dtype=torch.float32, device=home)
-            return survey.measure(gathered, 2.0, one).norm
+            norm = survey.measure(gathered, 2.0, one).norm
+        times = report.multiplied_by()
+        if norm is None or times is None:
+            # Of unknown size, but an inf is one whatever it is multiplied by.
+            return norm if norm is not None and not isfinite(norm.item()) else None
+        return norm if times == 1.0 else norm / times
 
     def _judge(self, report: LastStep) -> Verdict:
         optimizer, sound = report._optimizer(), self._guide.sound

@@ -8,13 +8,13 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._core.static import NoScaling, Static
-from buoy.torch import apply, survey
+from buoy.torch import survey
 from buoy.torch import words_beyond as said
 from buoy.torch.accumulate import Accumulating
 from buoy.torch.again import Again, objected
 from buoy.torch.gather import gather, parameters_of
+from buoy.torch.governed import Governed
 from buoy.torch.lower import fitting, set_scale
-from buoy.torch.rule import Governed
 from buoy.torch.step import LastStep
 
 __all__ = ["Retrying"]
@@ -149,8 +149,10 @@ class Retrying(Accumulating):
             if amax is not None and scaler._ranks.groups():
                 amax = scaler._ranks.largest(amax)
         size = backend.read([amax])[0] if amax is not None else math.nan
-        if apply.hands_over(optimizer):  # its gradients are still scaled
-            size /= report.scale
+        times = report.multiplied_by()
+        if times is None:
+            return  # how large they are without the scale is not known
+        size /= times
         best = fitting(size, math.ldexp(report.scale, 2 ** (tries - 1)))
         if best is not None and best > scaler.get_scale():
             set_scale(scaler, best)

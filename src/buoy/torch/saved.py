@@ -17,8 +17,9 @@ from buoy._core.errors import StateVersionError
 from buoy._core.ops import single
 from buoy.torch import aloud, options
 from buoy.torch.errors import BuoyWarning
+from buoy.torch.governed import Governed
 from buoy.torch.names import Names
-from buoy.torch.rule import FLOAT32_MAX, Classic, Governed
+from buoy.torch.rule import FLOAT32_MAX, Classic
 
 if TYPE_CHECKING:
     from buoy.torch.scaler import GradScaler

@@ -42,6 +42,7 @@ from buoy.torch.ranks import ProcessGroups, Ranks
 from buoy.torch.replicas import Shares
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
+from buoy.torch.takers import can_be_told
 from buoy.torch.watch import OnStuck, Watch
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ class GradScaler(Joining, Diagnosing):
             raise words_beyond.window_open("step")
         if self._extended:
             self._prepare(optimizer, record)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if can_be_told(optimizer):
             result = apply.handed_over(self, optimizer, record, args, kwargs)
         else:
             if record["stage"] is OptState.READY:
@@ -369,7 +370,7 @@ class GradScaler(Joining, Diagnosing):
             (record,) = states.values()
             flags = record["found_inf_per_device"]
             found = flags.get(self._home())
-            plain = found is not None and len(flags) == 1
+            plain = found is not None and len(flags) == 1 and not found.dim()
             if plain and "pending" not in record and "own" not in record:
                 return Evidence(found, record.get("finite"))
         for record in states.values():

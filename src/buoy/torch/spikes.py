@@ -20,6 +20,7 @@ from buoy.torch.clip import Clipping
 from buoy.torch.errors import OptionError
 from buoy.torch.gather import Gathered, gather
 from buoy.torch.step import LastStep
+from buoy.torch.takers import hands_over
 
 __all__ = ["Spikes", "Spiking", "spike_guard"]
 
@@ -100,7 +101,7 @@ class Spiking(Clipping):
             if self._spikes is not None:
                 with torch.no_grad():
                     self._survey_norm(optimizer, record, 2.0)
-            elif apply.hands_over(optimizer):
+            elif hands_over(optimizer):
                 self._check_grads(optimizer)
                 record["surveyed"] = True
             else:

@@ -7,6 +7,7 @@ import torch
 
 from buoy._core.state import Step, Verdict
 from buoy.torch import verdicts
+from buoy.torch.takers import unscales_in_place
 
 if TYPE_CHECKING:
     from buoy.torch.fingerprint import Fingerprint
@@ -42,6 +43,7 @@ class LastStep:
         "__weakref__",
         "_applied",
         "_groups",
+        "_handed",
         "_losses",
         "_mark",
         "_next",
@@ -79,6 +81,7 @@ class LastStep:
         self._losses: tuple[torch.Tensor, ...] = ()
         self._mark: Fingerprint = []  # the first gradient, as the step left it
         self._spike: torch.Tensor | None = None
+        self._handed = False  # the gradients were left to the optimizer to unscale
         self.stale = False
         self.partner = False  # skipped because of another one of a joint iteration
 
@@ -171,6 +174,19 @@ class LastStep:
 
     def __repr__(self) -> str:
         return repr(self.read())
+
+    def multiplied_by(self) -> float | None:
+        """Tell what the gradients in `.grad` are still multiplied by; None: unknown.
+
+        Torch's kernels leave unscaled ones behind if they step, and else what was
+        there; of other optimizers that divide by themselves nobody knows.
+        """
+        if not self._handed:
+            return 1.0
+        optimizer = self._optimizer()
+        if optimizer is None or not unscales_in_place(optimizer):
+            return None
+        return 1.0 if self.applied else self.scale
 
     def _measured(self) -> Number | None:
         scaler, optimizer = self._scaler(), self._optimizer()

@@ -1,0 +1,329 @@
+"""Optimizers inside of others, and scalers built on ours: nobody is told in vain."""
+
+import pytest
+import torch
+from nets import loss_of, net, spoil, train
+
+from buoy.torch import GradScaler
+
+EVENTS = ["ok", "inf", "ok", "ok", "nan", "ok"]
+
+
+class Forwarding:
+    """Passes on whatever it does not have."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def step(self, *args, **kwargs):
+        return self.optimizer.step(*args, **kwargs)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+class ForwardingAll:
+    """Has not even a `step` of its own, and hides whom it asks."""
+
+    def __init__(self, optimizer):
+        self.ask = lambda name: getattr(optimizer, name)
+
+    def __getattr__(self, name):
+        if name == "ask":
+            raise AttributeError(name)
+        return self.ask(name)
+
+
+class Hiding(ForwardingAll):
+    """Steps what nobody can find."""
+
+    def step(self):
+        return self.ask("step")()
+
+
+class Property(torch.optim.Optimizer):
+    """An optimizer by its class, that answers with what the one inside says."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+    _step_supports_amp_scaling = property(lambda self: True)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+
+class Copying(Property):
+    """Takes over the attributes of the one inside, as some wrappers do."""
+
+    param_groups = state = None
+    _step_supports_amp_scaling = None
+
+    def __init__(self, optimizer):
+        self.__dict__.update(optimizer.__dict__)
+        self.inner = optimizer
+
+
+class Several:
+    """Steps two optimizers as if they were one."""
+
+    _step_supports_amp_scaling = property(lambda self: True)
+
+    def __init__(self, optimizer):
+        params = optimizer.param_groups[0]["params"]
+        kind, rest = type(optimizer), {"lr": 0.01, "fused": True}
+        self.optimizers = [kind(params[:2], **rest), kind(params[2:], **rest)]
+
+    @property
+    def param_groups(self):
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self):
+        return {k: v for one in self.optimizers for k, v in one.state.items()}
+
+    def zero_grad(self):
+        for one in self.optimizers:
+            one.zero_grad()
+
+    def step(self):
+        for one in self.optimizers:
+            one.step()
+
+
+WRAPPERS = [Forwarding, ForwardingAll, Hiding, Property, Copying, Several]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("clip", [None, 0.1, 1e9])
+def test_a_wrapped_fused_optimizer_steps_with_unscaled_gradients(wrapper, clip):
+    """As if it were not wrapped; at a scale that would throw the weights far off."""
+    results = []
+    for wrap in (wrapper, lambda optimizer: optimizer):
+        model = net()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        optimizer = wrap(inner)
+        scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+
+        def clipped(scaler=scaler, optimizer=optimizer):
+            if clip is not None:
+                scaler.clip_grad_norm_(optimizer, clip)
+
+        seen = train(scaler, model, optimizer, EVENTS, before_step=clipped)
+        held = [*model.parameters(), *(p.grad for p in model.parameters())]
+        held += [v for p in model.parameters() for v in optimizer.state[p].values()]
+        results.append((seen, held))
+        assert not hasattr(inner, "grad_scale")
+        assert not hasattr(inner, "found_inf")
+    (seen, wrapped), (other, bare) = results
+    assert seen == other
+    for p, q in zip(wrapped, bare, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_fused_optimizer_skips(wrapper):
+    """Its weights and its state stay what they were."""
+    model = net()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer, scaler = wrapper(inner), GradScaler("cpu", init_scale=64.0)
+    train(scaler, model, optimizer, ["ok"])
+    held = [p.detach().clone() for p in model.parameters()]
+    steps = [optimizer.state[p]["step"].item() for p in model.parameters()]
+    train(scaler, model, optimizer, ["inf", "nan"], start=1)
+    assert not scaler.last_step.applied
+    assert all(map(torch.equal, held, model.parameters()))
+    assert steps == [optimizer.state[p]["step"].item() for p in model.parameters()]
+
+
+def test_one_that_unscales_by_itself_is_told_even_if_it_holds_another():
+    """It may read both itself: it gets unscaled gradients and the flag, as in torch."""
+    told = []
+
+    class Outer(torch.optim.Optimizer):
+        _step_supports_amp_scaling = True
+
+        def __init__(self, params):
+            super().__init__(params, {})
+            self.helper = torch.optim.AdamW(params, lr=0.01, fused=True)
+
+        def step(self, closure=None):
+            told.append((self.grad_scale, self.found_inf.item()))
+            return self.helper.step()
+
+    model = net()
+    optimizer = Outer(list(model.parameters()))
+    other = net()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01, fused=True)
+    for kind, each in ((model, optimizer), (other, plain)):
+        train(GradScaler("cpu", init_scale=512.0), kind, each, ["ok", "inf", "ok"])
+    assert told == [(None, 0.0), (None, 1.0), (None, 0.0)]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+class SelfUnscaling(torch.optim.Optimizer):
+    """Divides by `grad_scale` without writing to `.grad`."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.found_inf:
+            for param in self.param_groups[0]["params"]:
+                param.sub_(0.1 * param.grad / self.grad_scale)
+
+
+@pytest.mark.parametrize("event", ["ok", "inf"])
+def test_the_norm_is_never_that_of_scaled_gradients(event):
+    """Of an optimizer that keeps to itself what it makes of them it is not known."""
+    model = net()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    optimizer = SelfUnscaling(model.parameters())
+    train(scaler, model, optimizer, [event])
+    norm = scaler.last_step.norm
+    assert norm is None if event == "ok" else norm == float("inf")
+
+
+def test_the_norm_of_a_partner_that_was_not_stepped_is_unscaled():
+    """A fused one leaves its gradients scaled if another one's overflow holds it up."""
+    first, second = net(), net(1)
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (first, second)
+    ]
+    scaler = GradScaler("cpu", init_scale=1024.0, skip="joint")
+    loss = loss_of(first, 0) + loss_of(second, 0)
+    wanted = torch.autograd.grad(loss, list(second.parameters()), retain_graph=True)
+    scaler.scale(loss).backward()
+    spoil(first, "inf")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    norm = scaler.last_step_of(optimizers[1]).norm
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(wanted).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_run_comes_back_to_the_scale_that_fits(fused):
+    """Torch's kernel has unscaled the gradients: they are not divided once more."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    scaler.run(
+        lambda: scaler.scale(weight.half().sum().float()).backward(),
+        optimizer,
+        modules=(),
+    )
+    assert scaler.last_step.applied
+    assert scaler.get_scale() == 2.0**14  # a gradient of 1 fits FP16, with a bit to go
+
+
+class Calls(GradScaler):
+    """Overrides what libraries override."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = []
+
+    def _unscale_grads_(self, *args, **kwargs):
+        self.calls.append("_unscale_grads_")
+        return super()._unscale_grads_(*args, **kwargs)
+
+    def _check_inf_per_device(self, optimizer):
+        self.calls.append("_check_inf_per_device")
+        return super()._check_inf_per_device(optimizer)
+
+    def _maybe_opt_step(self, *args, **kwargs):
+        self.calls.append("_maybe_opt_step")
+        return super()._maybe_opt_step(*args, **kwargs)
+
+    def _get_scale_async(self):
+        self.calls.append("_get_scale_async")
+        return super()._get_scale_async()
+
+
+class StockCalls(torch.amp.GradScaler):
+    """Does the same to torch's."""
+
+    __init__ = torch.amp.GradScaler.__init__
+    calls = ()
+
+
+for name in (
+    "_unscale_grads_",
+    "_check_inf_per_device",
+    "_maybe_opt_step",
+    "_get_scale_async",
+):
+
+    def _noted(self, *args, name=name, **kwargs):
+        self.calls = [*self.calls, name]
+        return getattr(torch.amp.GradScaler, name)(self, *args, **kwargs)
+
+    setattr(StockCalls, name, _noted)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_what_a_subclass_overrides_is_called_as_in_torch(fused, unscales):
+    """The private methods, and in the same order."""
+    calls = []
+    for kind in (Calls, StockCalls):
+        model, scaler = net(), kind("cpu", init_scale=64.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+        def before(scaler=scaler, optimizer=optimizer):
+            if unscales:
+                scaler.unscale_(optimizer)
+
+        train(scaler, model, optimizer, ["ok", "inf"], before_step=before)
+        calls.append(list(scaler.calls))
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_clipping_goes_through_an_overridden_unscale(fused):
+    """Whoever looks at gradients in its own way does so for clipping, too."""
+    model, scaler = net(), Calls("cpu", init_scale=64.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler.scale(loss_of(model, 0)).backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad / 64 for p in model.parameters()])
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert "_unscale_grads_" in scaler.calls
+    torch.testing.assert_close(norm, wanted)
+
+
+class OneElement(GradScaler):
+    """Keeps its flags as vectors of one element, as torch's sharded scaler does."""
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for device in flags:
+            flags[device] = flags[device].reshape(1)
+
+
+@pytest.mark.parametrize("policy", [None, "headroom"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_flags_may_be_vectors_of_one_element(policy, sync):
+    """Whatever is computed from them."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = OneElement("cpu", policy=policy, init_scale=2.0**8, sync=sync)
+    ran = []
+    scaler.gate(lambda: ran.append(1))
+    train(scaler, model, optimizer, EVENTS)
+    assert len(ran) == EVENTS.count("ok")
+    assert scaler.last_step.applied
