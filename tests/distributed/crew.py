@@ -37,7 +37,9 @@ class CrewError(Exception):
 class Crew:
     """Processes of one group, waiting for work."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(
+        self, size: int, timeout: float = 60.0, backend: str | None = "gloo"
+    ) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(HEAVY)
@@ -47,7 +49,9 @@ class Crew:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, size, meeting, timeout, theirs), daemon=True
+                target=serve,
+                args=(rank, size, meeting, timeout, backend, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -99,7 +103,14 @@ def _received(pipe: Connection, rank: int) -> Any:
     return answer if fine else CrewError(rank, *answer)
 
 
-def serve(rank: int, size: int, meeting: str, timeout: float, pipe: Connection) -> None:
+def serve(
+    rank: int,
+    size: int,
+    meeting: str,
+    timeout: float,
+    backend: str | None,
+    pipe: Connection,
+) -> None:
     """Join the group, then do what is asked until nobody asks any more."""
     import torch
     from torch import distributed as dist
@@ -108,7 +119,7 @@ def serve(rank: int, size: int, meeting: str, timeout: float, pipe: Connection) 
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=size,

@@ -2,6 +2,7 @@
 
 import math
 
+import measures
 import pytest
 import tasks
 import torch
@@ -48,3 +49,55 @@ def test_plain_parameters_are_told_apart(kind, size, expected, crew_of):
     """Stages that look alike, weights that two stages share, replicas of stages."""
     for norm in crew_of(size).run(tasks.norm_by_place, kind):
         assert expected == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("original", [False, True])
+def test_parts_that_wake_up_later_are_compared_then(original, by_hand, crew_of):
+    """Shards of zeros without a gradient look like replicas, until they have one."""
+    for found in crew_of(2).run(measures.dormant, original, by_hand):
+        for norm, true in found:
+            assert true == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_nan_of_one_rank_is_the_norm_of_all(order, crew_of):
+    """No maximum is defined over it, and still nobody may miss it."""
+    for norm in crew_of(2).run(measures.one_is_nan, order):
+        assert not math.isfinite(norm)
+
+
+@pytest.mark.parametrize("order", [0.0, -math.inf, math.nan])
+def test_a_norm_that_has_no_parts_is_refused(order, crew_of):
+    """Before anything is sent, so that a rank may go on."""
+    for message in crew_of(2).run(measures.refused, order):
+        assert "`norm_type`" in message
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+def test_another_norm_is_of_what_was_clipped(kind, crew_of):
+    """Whether clipping was written to the gradients or not."""
+    for found, true in crew_of(2).run(measures.two_orders, kind):
+        assert true == pytest.approx(found, rel=1e-5)
+
+
+def test_where_nobody_looks_a_bound_takes_the_place_of_an_overflow(crew_of):
+    """Clipping harder than need be is no step of zeros."""
+    for norm, true in crew_of(2).run(measures.huge_where_nobody_looks):
+        assert true * (1.0 - 1e-6) <= norm <= 10.0 * true
+
+
+def test_a_guard_sees_the_norm_of_who_has_gradients(crew_of):
+    """Also where they were unscaled by hand."""
+    one, two = crew_of(2).run(measures.guarded_without_gradients)
+
+    assert one == two
+    assert one[0]
+    assert 0.0 < one[1] < math.inf
+
+
+def test_a_new_optimizer_is_compared_anew(crew_of):
+    """Though it lies where another one lay, on this rank or on that."""
+    places = crew_of(2).run(measures.optimizers_come_and_go)
+
+    assert min(places) < 12  # or it would show nothing

@@ -1,6 +1,7 @@
 """Ranks that differ, stay away, have nothing, or form groups of their own."""
 
 import pytest
+import strays
 import tasks
 from crew import Crew
 
@@ -66,6 +67,38 @@ def test_ranks_can_be_healed(what, kind, policy, hidden, crew_of):
     assert [False, True, True] == applied
     if policy is None:
         assert scale == (16.0 if what == "scale" else 64.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [
+        ("clips", "comparing parameters"),
+        ("clips later", "clipping by a norm"),
+        ("clips by hand", "clipping by the largest gradient"),
+        ("foresees", "scaling a loss"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_do_different_things_are_told_so(kind, doing, size, crew_of):
+    """Collectives that do not fit together end no process, and mean nothing."""
+    others = "rank 1" if size == 2 else "ranks 1, 2, 3"
+    for message in crew_of(size).run(strays.stray, kind):
+        assert f"rank 0: {doing}" in message
+        assert f"{others}: checking gradients" in message
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_gloo_is_gloo_by_any_name(backend):
+    """The scaler asks through a group of its own wherever gloo carries it."""
+    crew = Crew(2, backend=backend)
+    try:
+        found = crew.run(strays.own_line)
+    finally:
+        crew.close()
+
+    for name, shared in found:
+        assert "gloo" != name
+        assert not shared
 
 
 @pytest.mark.parametrize(("who", "killed"), [(0, False), (2, False), (1, True)])

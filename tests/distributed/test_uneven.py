@@ -43,6 +43,41 @@ def test_a_rank_may_have_no_data_at_all(crew_of):
     assert 4 == runs[0][1]["turn"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("clipped", [0, 5, 3]),
+        ("a bad start", [1, 5, 3]),
+        ("two losses", [2, 5, 3]),
+        ("a group apart", [2, 5, 3]),
+    ],
+)
+def test_what_the_others_do_need_not_be_known(kind, counts, crew_of):
+    """Clipping is announced; forward passes are counted, not losses."""
+    runs = crew_of(3).run(uneven.odd, kind, counts)
+
+    _, held, after = runs[0]
+    assert 5 == held["turn"]
+    for pairs, other, later in runs:
+        assert (held, after) == (other, later)
+        for norm, true in pairs[1:] if kind == "a bad start" else pairs:
+            assert true == pytest.approx(norm, rel=1e-6)
+
+
+def test_nobody_is_followed_where_the_first_end_ends_all(crew_of):
+    """So a policy is shown losses as always."""
+    for message, uneven_still, listeners in crew_of(2).run(uneven.ended_early):
+        assert "exhausted" in message
+        assert not uneven_still
+        assert [] == listeners
+
+
+def test_what_cannot_be_followed_is_refused(crew_of):
+    """A guard's statistics would part from those of the other ranks."""
+    for message in crew_of(2).run(uneven.not_followed):
+        assert "spike guard" in message
+
+
 def test_a_scaler_that_join_does_not_know_names_who_is_absent():
     """No hang and no crash: an error that tells the cure, and nothing applied."""
     crew = Crew(2, timeout=2.0)

@@ -51,6 +51,58 @@ def uneven(
     return norms, held, weights, after
 
 
+def odd(kind: str, counts: list[int]) -> Any:
+    """Train in a way that a rank without data cannot know from its own past."""
+    model, optimizer, scaler = trainer("sgd", None)
+    if kind == "a group apart":
+        scaler = GradScaler("cpu", 64.0, process_group=dist.new_group())
+    pairs = []
+    with warnings.catch_warnings(), Join([model, scaler]):
+        for step in range(counts[dist.get_rank()]):
+            optimizer.zero_grad()
+            x = torch.full((2, 3), 1.0 + step + dist.get_rank())
+            losses = model(x).square().mean(0)
+            if kind == "two losses":
+                scaler.scale(losses[0]).backward(retain_graph=True)
+                losses = losses[1:]
+            scaler.scale(losses.mean()).backward()
+            if kind == "a bad start" and step == 0:
+                model.module[0].weight.grad[0, 0] = math.inf
+            if kind != "two losses":
+                grads = [p.grad / scaler.get_scale() for p in model.parameters()]
+                norm = scaler.clip_grad_norm_(optimizer, 1.0).item()
+                pairs.append((norm, get_total_norm(grads).item()))
+            scaler.step(optimizer)
+            scaler.update()
+    held = {**scaler.state_dict(), "turn": scaler._turn}
+    return pairs, held, ordinary(model, optimizer, scaler)
+
+
+def ended_early() -> Any:
+    """Let the first rank to run out of data end all; then go on with a policy."""
+    model, optimizer, scaler = trainer("sgd", "headroom")
+    try:
+        with (
+            warnings.catch_warnings(),
+            Join([model, scaler], throw_on_early_termination=True),
+        ):
+            for _ in range(2 + dist.get_rank()):
+                ordinary(model, optimizer, scaler)
+    except RuntimeError as error:
+        return str(error), scaler._uneven, scaler._listeners
+    return "nothing happened"
+
+
+def not_followed() -> str:
+    """Name a scaler that has a spike guard."""
+    model, _, _ = trainer("sgd", None)
+    try:
+        Join([model, GradScaler("cpu", spike_guard="skip")])
+    except ValueError as error:
+        return str(error)
+    return "nothing happened"
+
+
 def ordinary(model: Any, optimizer: Any, scaler: Any) -> Any:
     """Take one more step, outside: nothing of `Join` may be left."""
     optimizer.zero_grad()

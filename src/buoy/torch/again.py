@@ -71,7 +71,7 @@ def objected(scaler: Any, *, objects: bool) -> bool:
     if not scaler._ranks.groups():
         return objects
     mine = torch.full((), float(objects), dtype=torch.float32, device=scaler._home())
-    return bool(backend.read([scaler._ranks.largest(mine)])[0])
+    return bool(backend.read([scaler._ranks.largest("again", mine)])[0])
 
 
 def _verdicts(given: Collection[Verdict | str]) -> frozenset[Verdict]:

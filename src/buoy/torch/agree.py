@@ -12,18 +12,26 @@ from torch import distributed as dist
 
 from buoy._backends import torch as backend
 from buoy._core.ops import single
-from buoy.torch import aloud, apply, survey, words
+from buoy.torch import aloud, apply, survey, words, words_ranks
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.rule import Classic
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
 
-__all__ = ["NUMBERS", "disagreed", "foresee", "heal", "launch", "settle"]
+__all__ = [
+    "NUMBERS",
+    "disagreed",
+    "foresee",
+    "heal",
+    "launch",
+    "orderly",
+    "settle",
+]
 
 # What is sent, in this order; then the last three once more, negated.
-FOUND, AMAX, UNDERFLOW, LARGEST, GRADS, LOSSES, SCALE, TURN, TRACKER = range(9)
-NUMBERS = 12
+FOUND, AMAX, UNDERFLOW, LARGEST, GRADS, LOSSES, PLAN, SCALE, TURN, TRACKER = range(10)
+NUMBERS = 13
 _SAME = slice(SCALE, TRACKER + 1)
 _NEGATED = slice(TRACKER + 1, NUMBERS)
 _TURNS = 2**24  # float32 counts no further
@@ -40,7 +48,7 @@ def launch(
     """Send off what this rank found; the flag becomes everybody's once settled."""
     vector = _vector(scaler, record, found, largest)
     scaler._ranks.note("agree")
-    record["pending"] = scaler._ranks.ask(vector, dist.ReduceOp.MAX)
+    record["pending"] = scaler._ranks.ask("agree", vector, dist.ReduceOp.MAX)
     return {vector.device: vector[FOUND]}
 
 
@@ -58,11 +66,12 @@ def _vector(
     numbers = torch.stack(
         [
             zero if flag is None else flag.clamp(max=1.0).reshape(()),
-            _orderly(record.get("amax", zero)),
+            orderly(record.get("amax", zero)),
             record.get("underflow", zero),
-            zero if largest is None else _orderly(largest.to(home).float()),
+            zero if largest is None else orderly(largest.to(home).float()),
             zero if flag is None else one,
             zero if scaler._assumed else one,
+            record.get("plan", zero),
             scale.reshape(()),
             torch.full_like(zero, scaler._turn % _TURNS),
             tracker.float().reshape(()),
@@ -71,7 +80,7 @@ def _vector(
     return torch.cat([numbers, numbers[_SAME].neg()])
 
 
-def _orderly(number: torch.Tensor) -> torch.Tensor:
+def orderly(number: torch.Tensor) -> torch.Tensor:
     """Replace NaN, which no maximum is defined over, by inf."""
     return torch.nan_to_num(number, nan=torch.inf, posinf=torch.inf)
 
@@ -84,6 +93,8 @@ def settle(scaler: "Contract", record: dict[str, Any]) -> None:
         if "underflow" in scaler._rule.wants and scaler._counts_underflow():
             record["underflow"] = vector[UNDERFLOW]
     record["largest"] = vector[LARGEST]
+    if "plan" in record:
+        record["plan"] = vector[PLAN]
     found = vector[FOUND]
     if backend.in_host_memory(vector) or scaler._heals:
         values = backend.read(list(vector))
@@ -113,7 +124,7 @@ def disagreed(scaler: "Contract", record: dict[str, Any]) -> None:
     own = [scale.item(), float(scaler._turn), tracker.item()]
     wide = torch.tensor(own, dtype=torch.float64, device="cpu")
     table = scaler._ranks.gather(wide).tolist()
-    error = words.rank_mismatch(scaler._ranks.members(), table)
+    error = words_ranks.rank_mismatch(scaler._ranks.members(), table)
     if not scaler._heals:
         raise error
     aloud.warn(
@@ -149,7 +160,7 @@ def foresee(scaler: "Contract", loss: torch.Tensor | None) -> torch.Tensor | Non
     if loss is None:
         own = torch.full((), -1.0, dtype=torch.float32, device=home)
     else:
-        own = _orderly(loss.detach().float().abs().to(home, non_blocking=True))
-    agreed = scaler._ranks.largest(own)
+        own = orderly(loss.detach().float().abs().to(home, non_blocking=True))
+    agreed = scaler._ranks.largest("loss", own)
     seen = survey.seen_by_host(agreed)
     return None if seen is not None and seen < 0 else agreed.abs()

@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch import options, replicas, survey, traced, words
+from buoy.torch import agree, options, replicas, survey, traced, words
 from buoy.torch.errors import NonfiniteNormError
 from buoy.torch.gather import (
     Gathered,
@@ -60,6 +60,8 @@ class Clipping(Reporting):
             return traced.clip(
                 self, optimizer, max_norm, float(norm_type), error_if_nonfinite
             )
+        if self._ranks.groups():
+            options.shared_order(float(norm_type))
         record = self._record_to_clip(optimizer, "clip_grad_norm_")
         if record["stage"] is OptState.READY and self._unscales_otherwise():
             self.unscale_(optimizer)
@@ -123,12 +125,15 @@ class Clipping(Reporting):
             self._survey_norm(optimizer, record, order)
             record["order"] = order
         norm: torch.Tensor | None = record.get("clipped_norm", record.get("norm"))
-        if record.get("order", 2.0) == order or self._ranks.groups():
+        if record.get("order", 2.0) == order:
             return norm
-        multiplier = record["multiplier"]
-        seen = survey.measure(_magnitudes(optimizer, order), order, multiplier)
-        record["order"] = order
-        return None if seen.norm is None else (seen.norm * multiplier).float()
+        multiplier, record["order"] = record["multiplier"], order
+        if self._ranks.groups():
+            norm, _ = self._shared_norm(optimizer, record, order)
+        else:
+            sizes = _magnitudes(optimizer, order)
+            norm = survey.measure(sizes, order, multiplier).norm
+        return None if norm is None else (norm * multiplier).float()
 
     def _survey_norm(
         self, optimizer: Any, record: dict[str, Any], order: float
@@ -151,9 +156,12 @@ class Clipping(Reporting):
         record["groups"] = optimizer.param_groups
         if self._rule.wants or self._listeners:
             self._look(optimizer, record, gathered, inverse)
+        if shared:
+            record["plan"] = replicas.plan(self, optimizer, seen, order)
         self._agree(record, found if gathered.grads else {}, norm)
         if shared:
             norm = replicas.global_norm(self, optimizer, record, gathered, seen, order)
+            record.pop("plan", None)
             if record["found_inf_per_device"]:
                 record.setdefault("norm", (norm * inverse).float())
 
@@ -196,18 +204,26 @@ class Clipping(Reporting):
     ) -> torch.Tensor:
         """Clip gradients that are unscaled already, by the norm over all ranks."""
         record = self._per_optimizer_states[id(optimizer)]
+        norm, gathered = self._shared_norm(optimizer, record, order)
+        coefficient = survey.clipping(norm.float(), max_norm)
+        for device, _, grads in gathered.buckets:
+            backend.multiply_(grads, coefficient.to(device, non_blocking=True))
+        return norm.float()
+
+    def _shared_norm(
+        self, optimizer: Any, record: dict[str, Any], order: float
+    ) -> tuple[torch.Tensor, Gathered]:
+        """Take the norm over all ranks of gradients that were looked at before."""
         one = torch.ones((), dtype=torch.float32, device=self._home())
         gathered = gather(optimizer)
         seen = survey.measure(gathered, order, one)
         self._settle(record)
         if order == math.inf and seen.norm is not None:
             self._ranks.note("largest")
-            record["largest"] = self._ranks.largest(seen.norm.float())
+            own = agree.orderly(seen.norm.float())
+            record["largest"] = self._ranks.largest("largest", own)
         norm = replicas.global_norm(self, optimizer, record, gathered, seen, order)
-        coefficient = survey.clipping(norm.float(), max_norm)
-        for device, _, grads in gathered.buckets:
-            backend.multiply_(grads, coefficient.to(device, non_blocking=True))
-        return norm.float()
+        return norm, gathered
 
 
 def _magnitudes(

@@ -25,8 +25,8 @@ from buoy.torch.halves import Halves
 from buoy.torch.misuse import Guide
 from buoy.torch.names import Names
 from buoy.torch.ranks import Ranks
-from buoy.torch.replicas import Shares
 from buoy.torch.rule import FLOAT32_MAX, Classic
+from buoy.torch.shares import Shares
 from buoy.torch.watch import Watch
 
 if TYPE_CHECKING:

@@ -1,14 +1,15 @@
 """Ranks that run out of data before others: `Join([model, scaler])`.
 
 While the others go on, such a rank says that it found nothing and hears what they
-decide, so that its scale is theirs at the end.  It repeats the questions of its own
-last iteration: what others ask it cannot know.
+decide, so that its scale is theirs at the end.  What they ask to clip they announce
+when they agree; all else it repeats from its own last iteration.
 """
 
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from buoy.torch import apply, replicas
 from buoy.torch.errors import OptionError
@@ -31,12 +32,15 @@ class Joining(Retrying):
             >>> hook = buoy.torch.GradScaler("cpu").join_hook()
             >>> hook.main_hook()  # alone there is nobody to follow
         """
+        if self._enabled and (self._groups or self._spikes is not None):
+            raise OptionError(_NOT_FOLLOWED)
         if self._shadow is not None:
             self._shadow.post_hook()
         self._shadow = Shadow(self)
         if self._enabled and self._ranks.groups():
-            self._ranks.lines()  # everybody is here now, even who has no data at all
-            self._listeners.append(self._shadow)
+            # Everybody is here now, even who has no data at all.
+            self._ranks.lines(torch.device(self._device))
+            self._shadow.listen()
         return self._shadow
 
     @property
@@ -50,7 +54,8 @@ class Joining(Retrying):
         groups = self._ranks.groups()
         if len(groups) > 1:
             raise OptionError(_SEVERAL)
-        return groups[0] if groups else dist.group.WORLD
+        everybody = not groups or groups[0].size() == dist.get_world_size()
+        return dist.group.WORLD if everybody else groups[0]
 
     @property
     def _join_config(self) -> Any:
@@ -60,14 +65,21 @@ class Joining(Retrying):
     def _join_config(self, config: Any) -> None:
         if config.is_first_joinable:
             raise OptionError(_FIRST)
-        self.__dict__["_joined_as"], self._uneven = config, config.enable
-        if self._shadow is not None and not config.enable:
+        self.__dict__["_joined_as"] = config
+        # Where the first rank to end ends all, nobody is ever followed.
+        self._uneven = config.enable and not config.throw_on_early_termination
+        if self._shadow is not None and not self._uneven:
             self._shadow.post_hook()
 
 
 _SEVERAL = (
     "Join counts ranks in one group, and this scaler agrees in several. Give it one "
     "that holds all of them: `process_group=dist.new_group(ranks)`."
+)
+_NOT_FOLLOWED = (
+    "In Join a rank without data follows the scale, its policy and clipping, but not "
+    "scale groups or a spike guard: their states would part from the other ranks'. "
+    "Leave them out, or give every rank the same number of batches."
 )
 _FIRST = (
     "Name the model before the scaler: `Join([model, scaler])`. The first one tells "
@@ -85,9 +97,21 @@ class Shadow:
         self._passed = 0  # of them, since the last
         self._questions = ["agree"]
         self._repeats = False
-        scaler._ranks.heard = []
+        self._counting: Any = None
 
     # -- while this rank has data ----------------------------------------------------
+
+    def listen(self) -> None:
+        """Begin to take notes."""
+        self._scaler._ranks.heard = []
+        self._scaler._listeners.append(self)
+        self._counting = register_module_forward_pre_hook(self._announced)
+
+    def _announced(self, module: Any, _: Any) -> None:
+        """Count the forward passes that joined ranks hear of."""
+        config = module.__dict__.get("_join_config")
+        if config is not None and config.enable and config.is_first_joinable:
+            self._passed += 1
 
     def look(
         self, scaler: Any, optimizer: Any, record: dict[str, Any], gathered: Gathered
@@ -97,9 +121,9 @@ class Shadow:
     def concluded(self, scaler: Any, *_: Any) -> None:
         """Remember how this iteration went."""
         if not self._repeats:
-            self._batches = max(1, scaler._scalings)
+            self._batches = max(1, self._passed or scaler._scalings)
             self._questions = scaler._ranks.heard or self._questions
-            scaler._ranks.heard = []
+            scaler._ranks.heard, self._passed = [], 0
 
     # -- when it has none ------------------------------------------------------------
 
@@ -112,31 +136,36 @@ class Shadow:
         if self._passed < self._batches:
             return
         self._passed, self._repeats = 0, True
-        for record in self._repeated():
-            scaler._settle(record)
-            for found in record["found_inf_per_device"].values():
-                apply.see(record, found)
+        self._repeat()
         scaler.update()
 
-    def _repeated(self) -> list[dict[str, Any]]:
-        """Ask what the others ask, with nothing to tell; give what was launched."""
-        scaler, records = self._scaler, []
+    def _repeat(self) -> None:
+        """Ask what the others ask, with nothing to tell."""
+        scaler = self._scaler
         scaler._check_scale_growth_tracker("step")
         nothing = torch.zeros((), dtype=torch.float64, device=scaler._home())
         for place, question in enumerate(self._questions):
             if question == "agree":
-                record = scaler._per_optimizer_states[-1 - place]  # no optimizer's id
-                scaler._agree(record, {})
-                records.append(record)
+                self._agree(scaler._per_optimizer_states[-1 - place])  # nobody's id
             elif question == "norm":
                 replicas.ask_norm(scaler, nothing, present=False).wait()
             else:
-                scaler._ranks.largest(nothing.float())
-        return records
+                scaler._ranks.largest(question, nothing.float())
+
+    def _agree(self, record: dict[str, Any]) -> None:
+        scaler = self._scaler
+        record["plan"] = torch.zeros((), dtype=torch.float32, device=scaler._home())
+        scaler._agree(record, {})
+        scaler._settle(record)
+        for found in record["found_inf_per_device"].values():
+            apply.see(record, found)
+        replicas.follow(scaler, record)
 
     def post_hook(self, *_: bool) -> None:
         """Stop taking notes: all have arrived, with the same scale."""
         scaler = self._scaler
         scaler._ranks.heard, scaler._uneven = None, False
+        if self._counting is not None:
+            self._counting.remove()
         if scaler._enabled and self in scaler._listeners:
             scaler._listeners.remove(self)

@@ -11,7 +11,15 @@ from buoy.torch.errors import FactorError, OptionError
 from buoy.torch.governed import Governed
 from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic
 
-__all__ = ["DEFAULTS", "check", "heals", "limit", "never_syncs", "rule"]
+__all__ = [
+    "DEFAULTS",
+    "check",
+    "heals",
+    "limit",
+    "never_syncs",
+    "rule",
+    "shared_order",
+]
 
 DEFAULTS = {
     "init_scale": 2.0**16,
@@ -130,6 +138,16 @@ def limit(name: str, value: Any) -> None:
         message = (
             f"`{name}` must be a number of at least 0, got {value!r}: gradients are "
             "multiplied or cut down to it. Pass `float('inf')` to only measure."
+        )
+        raise OptionError(message)
+
+
+def shared_order(order: float) -> None:
+    """Refuse a norm that is not made of the norms of parts."""
+    if order == 0.0 or math.isnan(order) or order == -math.inf:
+        message = (
+            f"`norm_type` {order:g} has no meaning for gradients that several ranks "
+            "hold in parts. Pass 2, another positive number, or `float('inf')`."
         )
         raise OptionError(message)
 

@@ -8,6 +8,7 @@ shadows its model's collectives (`Join`) would be that other one.  Elsewhere a g
 costs memory of the device, and the default group is used.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import distributed as dist
 
-from buoy.torch import words
+from buoy._backends import torch as backend
+from buoy.torch import questions, words_ranks
 from buoy.torch.errors import OptionError
 
 __all__ = ["Answer", "ProcessGroups", "Ranks"]
@@ -31,15 +33,19 @@ _POLL = 0.02
 
 
 class Answer:
-    """A number of each rank on its way to become one of all."""
+    """Numbers of each rank on their way to become those of all."""
 
-    def __init__(self, ranks: "Ranks", tensor: torch.Tensor, op: Any) -> None:
-        self._ranks, self._op, self._home = ranks, op, tensor.device
+    def __init__(
+        self, ranks: "Ranks", question: str, numbers: torch.Tensor, op: Any
+    ) -> None:
+        self._ranks, self._question, self._op = ranks, question, op
+        self._home, self._shape = numbers.device, numbers.shape
         with ranks.missed():
-            first, *self._rest = ranks.lines()
-        self._tensor = tensor.to(ranks.wire(tensor.device))
+            first, *self._rest = ranks.lines(self._home)
+        wire = numbers.to(ranks.wire(self._home))
+        self._message = questions.packed(question, wire)
         with ranks.missed():
-            self._work = dist.all_reduce(self._tensor, op, first, async_op=True)
+            self._work = dist.all_reduce(self._message, op, first, async_op=True)
 
     def wait(self) -> torch.Tensor:
         """Give what all ranks made of it; with NCCL only the device waits."""
@@ -47,8 +53,23 @@ class Answer:
             if self._work is not None:
                 self._work.wait()
             for group in self._rest:
-                dist.all_reduce(self._tensor, self._op, group)
-        return self._tensor.to(self._home, non_blocking=True)
+                dist.all_reduce(self._message, self._op, group)
+        self._refuse_others()
+        found = questions.content(self._message, self._shape)
+        return found.to(self._home, non_blocking=True)
+
+    def _refuse_others(self) -> None:
+        """Raise if other ranks asked something else, where the host can see it."""
+        head = self._message[:2].float()
+        if not backend.in_host_memory(head):
+            return
+        code = questions.code_of(self._question)
+        count = self._ranks.count() if self._op == dist.ReduceOp.SUM else 1
+        if backend.read(list(head)) == [count * code, -count * code]:
+            return
+        own = torch.full((), code, dtype=torch.float64, device=head.device)
+        codes = self._ranks.gather(own).tolist()
+        raise words_ranks.different_questions(self._ranks.members(), codes)
 
 
 class Ranks:
@@ -74,33 +95,37 @@ class Ranks:
             raise OptionError(_ENDED)
         return groups
 
-    def lines(self) -> tuple[Any, ...]:
+    def lines(self, home: torch.device) -> tuple[Any, ...]:
         """Give the groups to ask through; the first call is one of all ranks."""
         groups = self.groups()
         if self._given is None and groups:
-            return (_own_line(groups[0]),)
+            return (_own_line(groups[0], self.wire(home)),)
         return groups
 
-    def ask(self, tensor: torch.Tensor, op: Any) -> Answer:
-        """Send a tensor off to be reduced over all ranks."""
+    def count(self) -> int:
+        """Count the ranks; of a grid those of all its rows."""
+        return math.prod(group.size() for group in self.groups())
+
+    def ask(self, question: str, numbers: torch.Tensor, op: Any) -> Answer:
+        """Send numbers off to be reduced over all ranks."""
         self._asked += 1
-        return Answer(self, tensor, op)
+        return Answer(self, question, numbers, op)
 
     def note(self, question: str) -> None:
         """Say what is asked next, for a rank that will have to repeat it."""
         if self.heard is not None:
             self.heard.append(question)
 
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def largest(self, question: str, numbers: torch.Tensor) -> torch.Tensor:
         """Take the element-wise maximum over all ranks, now."""
-        return self.ask(tensor, dist.ReduceOp.MAX).wait()
+        return self.ask(question, numbers, dist.ReduceOp.MAX).wait()
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Collect a tensor of the same shape from every rank, on the host."""
         self._asked += 1
         whole = tensor.to(self.wire(tensor.device)).unsqueeze(0)
         with self.missed():
-            for group in self.lines():
+            for group in self.lines(tensor.device):
                 parts = [torch.empty_like(whole) for _ in range(group.size())]
                 dist.all_gather(parts, whole.contiguous(), group)
                 whole = torch.cat(parts)
@@ -109,7 +134,7 @@ class Ranks:
     def members(self) -> list[int]:
         """Name the ranks, in the order of `gather`."""
         found = [dist.get_rank()]
-        for group in self.lines():
+        for group in self.lines(torch.device("cpu")):
             others: list[Any] = [None] * group.size()
             dist.all_gather_object(others, found, group)
             found = [rank for some in others for rank in some]
@@ -118,7 +143,9 @@ class Ranks:
     def wire(self, home: torch.device) -> torch.device:
         """Choose the device on which a group can reduce what lies on another."""
         kinds = [device.type for device in self.groups()[0]._device_types]
-        return home if home.type in kinds else torch.device(kinds[0])
+        if home.type in kinds:
+            return home
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     @contextmanager
     def missed(self) -> Iterator[None]:
@@ -126,7 +153,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise words.absent(self.roll_call(), error) from error
+            raise words_ranks.absent(self.roll_call(), error) from error
 
     def roll_call(self) -> tuple[list[int], list[int]] | None:
         """Ask, through the store, who is there: after a failure, never before.
@@ -158,20 +185,18 @@ _AVAILABLE = dist.is_available()
 _OWN: "WeakKeyDictionary[Any, weakref.ref[Any]]" = WeakKeyDictionary()
 
 
-def _own_line(world: Any) -> Any:
+def _own_line(world: Any, wire: torch.device) -> Any:
     """Give the group that the scalers of this process ask all ranks through."""
-    if dist.get_backend(world) != "gloo":
+    # Asked of the device's part: a group may have one backend for each kind.
+    if world._get_backend(wire).name() != "gloo":
         return world
     held = _OWN.get(world)
     made = None if held is None else held()
     if made is None:
-        made = dist.new_group(timeout=_timeout(world), group_desc="buoy")
+        timeout = world._get_backend(wire).options._timeout
+        made = dist.new_group(backend="gloo", timeout=timeout, group_desc="buoy")
         _OWN[world] = weakref.ref(made)
     return made
-
-
-def _timeout(group: Any) -> Any:
-    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def _members(group: Any) -> list[int]:

@@ -12,7 +12,7 @@ from buoy._core.policy import Policy
 from buoy._core.state import Verdict
 from buoy._core.static import NoScaling
 from buoy._core.verdicts import judge_losses
-from buoy.torch import apply, survey, traced, verdicts, words
+from buoy.torch import apply, survey, traced, verdicts, words_ranks
 from buoy.torch.contract import Contract
 from buoy.torch.fingerprint import first_of, still_there
 from buoy.torch.gates import NEVER_STEPS, AdvanceOn, Gate, make_gates
@@ -281,7 +281,7 @@ class Reporting(Contract):
         self._mail.post(torch.stack([found.float(), scale, gap, loss]))
         for (skipped, then, apart, lost), _ in self._mail.collect():
             if apart:
-                raise words.late_mismatch(then)
+                raise words_ranks.late_mismatch(then)
             if not skipped:
                 self._watch.applied(partial(float, then))
                 continue

@@ -147,7 +147,7 @@ class Retrying(Accumulating):
             one = torch.ones((), dtype=torch.float32, device=scaler._home())
             amax = survey.largest(gathered, one).amax if gathered.grads else one * 0
             if amax is not None and scaler._ranks.groups():
-                amax = scaler._ranks.largest(amax)
+                amax = scaler._ranks.largest("fit", amax)
         size = backend.read([amax])[0] if amax is not None else math.nan
         times = report.multiplied_by()
         if times is None:

@@ -39,9 +39,9 @@ from buoy.torch.mailbox import Mailbox
 from buoy.torch.names import Names
 from buoy.torch.pipeline import scaled_loss
 from buoy.torch.ranks import ProcessGroups, Ranks
-from buoy.torch.replicas import Shares
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
+from buoy.torch.shares import Shares
 from buoy.torch.takers import can_be_told
 from buoy.torch.watch import OnStuck, Watch
 

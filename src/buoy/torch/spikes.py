@@ -123,8 +123,11 @@ class Spiking(Clipping):
     def _look_unscaled(self, optimizer: Any, record: dict[str, Any]) -> None:
         """Do the same for gradients that were unscaled by hand."""
         gathered = gather(optimizer)
-        if self._spikes is None or not gathered.grads:
+        if self._spikes is None or not (gathered.grads or self._ranks.groups()):
             return
+        self._settle(record)
+        if not record["found_inf_per_device"]:
+            return  # nobody has gradients
         if "norm" not in record:
             record["norm"] = self._unscaled_norm(optimizer, record, gathered)
         coefficient = self._take(optimizer, record)
@@ -135,7 +138,6 @@ class Spiking(Clipping):
     def _unscaled_norm(
         self, optimizer: Any, record: dict[str, Any], gathered: Gathered
     ) -> torch.Tensor | None:
-        self._settle(record)
         one = torch.ones((), dtype=torch.float32, device=self._home())
         seen = survey.measure(gathered, 2.0, one)
         if self._ranks.groups():

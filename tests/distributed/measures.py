@@ -1,0 +1,148 @@
+"""What crews are asked to measure: norms in places where they once went wrong."""
+
+import gc
+import math
+from typing import Any
+
+import torch
+from tasks import layer
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from buoy._backends import torch as backend
+from buoy.torch import GradScaler
+
+
+class Dormant(nn.Module):
+    """Begins with zeros in places, as diffusion models do: no gradient passes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 8)
+        self.gain = nn.Linear(4, 8, bias=False)
+        self.outer = nn.Linear(8, 4, bias=False)
+        nn.init.zeros_(self.gain.weight)
+        nn.init.zeros_(self.outer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x) * (1.0 + self.gain(x)))
+
+
+def dormant(original: bool, by_hand: bool) -> list[tuple[float, float]]:
+    """Give norms, and the true ones, of FSDP1's shards that look alike at first."""
+    whole, model = Dormant(), Dormant()
+    how: Any = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    for name in ("inner", "gain", "outer"):
+        part = getattr(model, name)
+        setattr(model, name, FullyShardedDataParallel(part, **how))
+    sharded = FullyShardedDataParallel(model, **how)
+    true = torch.optim.SGD(whole.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+    scaler = GradScaler("cpu", 8.0)
+    found = []
+    for step in range(4):
+        true.zero_grad()
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+        (whole(x) - x.flip(1)).square().mean().backward()
+        scaler.scale((sharded(mine) - mine.flip(1)).square().mean()).backward()
+        if by_hand:
+            scaler.unscale_(optimizer)
+        norm = scaler.clip_grad_norm_(optimizer, 1e9).item()
+        found.append((norm, clip_grad_norm_(whole.parameters(), 1e9).item()))
+        true.step()
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
+def _scaled(kind: str = "sgd", **options: Any) -> Any:
+    """Give a layer with gradients, its optimizer and a scaler."""
+    model = layer()
+    make = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+        "fused": lambda: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+    }
+    scaler = GradScaler("cpu", 64.0, **options)
+    scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+    return model, make[kind](), scaler
+
+
+def one_is_nan(order: float) -> float:
+    """Clip what was unscaled by hand, with a NaN on one rank."""
+    model, optimizer, scaler = _scaled()
+    if dist.get_rank() == 1:
+        model.weight.grad[0, 0] = math.nan
+    scaler.unscale_(optimizer)
+    return scaler.clip_grad_norm_(optimizer, 1.0, order).item()
+
+
+def refused(order: float) -> str:
+    """Ask for a norm that has no parts; then go on."""
+    _, optimizer, scaler = _scaled()
+    try:
+        scaler.clip_grad_norm_(optimizer, 1.0, order)
+    except ValueError as error:
+        scaler.step(optimizer)
+        scaler.update()
+        return str(error)
+    return "nothing happened"
+
+
+def two_orders(kind: str) -> Any:
+    """Clip by one norm, then measure another."""
+    model, optimizer, scaler = _scaled(kind)
+    true = [p.grad.clone() / 64.0 for p in model.parameters()]
+    size = get_total_norm(true).item()
+    scaler.clip_grad_norm_(optimizer, size / 2)
+    found = [
+        scaler.clip_grad_norm_(optimizer, 1e9, order).item() for order in (math.inf, 1)
+    ]
+    return found, [get_total_norm(true, order).item() / 2 for order in (math.inf, 1)]
+
+
+def huge_where_nobody_looks() -> Any:
+    """Clip gradients whose squares overflow, on a device that has to be asked."""
+    seen = backend.in_host_memory
+    backend.in_host_memory = lambda tensor: False
+    try:
+        model, optimizer, scaler = _scaled("fused")
+        for param in model.parameters():
+            param.grad.mul_(1e25)
+        true = get_total_norm([p.grad.double() / 64.0 for p in model.parameters()])
+        return scaler.clip_grad_norm_(optimizer, 1.0).item(), true.item()
+    finally:
+        backend.in_host_memory = seen
+
+
+def guarded_without_gradients() -> Any:
+    """Unscale by hand under a spike guard, on one rank without gradients."""
+    _, optimizer, scaler = _scaled(spike_guard="skip")
+    if dist.get_rank() == 1:
+        optimizer.zero_grad()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step.applied, scaler.last_step.norm
+
+
+def optimizers_come_and_go() -> int:
+    """Clip with optimizers whose places in memory others had, on some ranks."""
+    scaler, kept, places = GradScaler("cpu", 64.0), [], set()
+    for step in range(12):
+        model = layer()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        places.add(id(optimizer))
+        if dist.get_rank() == 1 and step % 2:
+            kept.append((model, optimizer))
+        scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        del model, optimizer
+        gc.collect(1)
+    return len(places)

@@ -1,0 +1,47 @@
+"""What crews are asked to do where ranks do different things in the same step."""
+
+from typing import Any
+
+import torch
+from tasks import layer
+from torch import distributed as dist
+
+from buoy.torch import GradScaler, RankMismatchError
+
+
+def stray(kind: str) -> str:
+    """Let rank 0 do something that the others do not."""
+    model, alone = layer(), dist.get_rank() == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = "headroom" if kind == "foresees" and alone else None
+    scaler = GradScaler("cpu", 64.0, policy=policy)
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+            _clip(scaler, optimizer, kind, alone=alone, first=step == 0)
+            scaler.step(optimizer)
+            scaler.update()
+    except RankMismatchError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def _clip(scaler: Any, optimizer: Any, kind: str, *, alone: bool, first: bool) -> None:
+    if kind == "clips by hand":
+        scaler.unscale_(optimizer)
+    order = torch.inf if kind == "clips by hand" else 2.0
+    everybody = kind == "clips later" and first
+    if kind.startswith("clips") and (alone or everybody):
+        scaler.clip_grad_norm_(optimizer, 1.0, order)
+
+
+def own_line() -> Any:
+    """Say how the scaler asks where nobody named a backend."""
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 64.0)
+    scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+    scaler.step(optimizer)
+    (line,) = scaler._ranks.lines(torch.device("cpu"))
+    return dist.get_backend(), line is dist.group.WORLD
