@@ -71,9 +71,6 @@ def alone(policy):
     return trained(step, (start(), tx.init(start())))
 
 
-POLICIES = ["backoff", "headroom"]
-
-
 def assert_as_alone(policy, scales, params):
     expected, (single, _) = alone(policy)
     assert expected == scales
@@ -130,12 +127,31 @@ def test_spmd_jit(policy, kind, sharded):
         assert step._cache_size() <= 2  # the first call may see other shardings
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(policy, check_vma):
+def shared(loss_fn, axis):
+    """Let each device tell the loss of all, and differentiate its own."""
+
+    def told(params, x):
+        own = loss_fn(params, x)
+        return own + jax.lax.stop_gradient(jax.lax.pmean(own, axis) - own)
+
+    return told
+
+
+# A policy that looks ahead takes the largest loss of all devices: it goes the way of
+# one device where they tell the loss of all.
+SEEN = [("backoff", "own"), ("headroom", "own"), ("headroom", "shared")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen", "check_vma"),
+    [(*seen, False) for seen in SEEN] + [(*seen, True) for seen in SEEN[:2]],
+)
+def test_shard_map(policy, seen, check_vma):
     """Each device sees its rows; they agree on the scale and on what is applied."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     tx = make(policy, axis_name="data")
+
+    own = loss_fn if seen == "own" else shared(loss_fn, "data")
 
     def loss_of_all(params, x):
         return jax.lax.pmean(loss_fn(params, x), "data")
@@ -144,7 +160,7 @@ def test_shard_map(policy, check_vma):
         if check_vma:  # JAX itself adds up the gradients of what devices share
             loss, grads = value_and_grad(loss_of_all)(state, params, x)
         else:
-            loss, grads = value_and_grad(loss_fn)(state, params, x)
+            loss, grads = value_and_grad(own)(state, params, x)
             grads = jax.lax.pmean(grads, "data")
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss
@@ -159,7 +175,7 @@ def test_shard_map(policy, check_vma):
         )
     )
     scales, (params, state) = trained(mapped, (start(), tx.init(start())))
-    if policy == "backoff":
+    if policy == "backoff" or check_vma or seen == "shared":
         assert_as_alone(policy, scales, params)
     for shards in map(shards_of, jax.tree.leaves((params, state))):
         for other in shards[1:]:
@@ -170,14 +186,16 @@ def shards_of(array):
     return [np.asarray(shard.data) for shard in array.addressable_shards]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_pmap(policy):
+@pytest.mark.parametrize(("policy", "seen"), SEEN)
+def test_pmap(policy, seen):
     """All copies hold the same scale and the same weights."""
     tx = make(policy, axis_name="i")
 
+    own = loss_fn if seen == "own" else shared(loss_fn, "i")
+
     @functools.partial(jax.pmap, axis_name="i")
     def step(params, state, x):
-        loss, grads = value_and_grad(loss_fn)(state, params, x)
+        loss, grads = value_and_grad(own)(state, params, x)
         grads = jax.lax.pmean(grads, "i")
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss
@@ -188,7 +206,7 @@ def test_pmap(policy):
     for leaf in jax.tree.leaves((params, state)):
         for other in np.asarray(leaf)[1:]:
             np.testing.assert_array_equal(np.asarray(leaf)[0], other)
-    if policy == "backoff":
+    if policy == "backoff" or seen == "shared":
         assert_as_alone(policy, scales, jax.tree.map(lambda x: x[0], params))
 
 

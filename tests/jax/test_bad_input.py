@@ -115,6 +115,7 @@ def test_a_policy_in_float64_names_the_switch():
     [
         ({"max_norm": 0.0}, "`max_norm` must be above 0"),
         ({"max_norm": float("nan")}, "`max_norm` must be above 0"),
+        ({"max_norm": "1"}, "`max_norm` must be above 0"),
         ({"history": 0}, "`history` must be a whole number"),
         ({"axis_name": 3}, "`axis_name` must be the name"),
     ],
@@ -140,6 +141,35 @@ def test_accumulation_outside_is_warned_of():
     outside = optax.MultiSteps(tx(), 2)
     with pytest.warns(buoy.jax.BuoyWarning, match="Put it inside"):
         scale_of(outside.init(PARAMS))
+
+
+def test_a_finite_check_outside_is_warned_of():
+    """It keeps overflows from the policy: the scale would never fall."""
+    outside = optax.apply_if_finite(tx(), 5)
+    with pytest.warns(buoy.jax.BuoyWarning, match="the scale does not fall"):
+        scale_of(outside.init(PARAMS))
+
+
+def test_one_inside_of_another_is_refused():
+    """Gradients are unscaled once."""
+    with pytest.raises(OptionError, match="unscaled twice"):
+        loss_scaled(optax.chain(tx(), optax.identity())).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("out", "has_aux", "match"),
+    [
+        (lambda loss: (loss, 3), False, "got tuple.*has_aux=True"),
+        (lambda loss: {"loss": loss}, False, "got dict"),
+        (lambda loss: loss, True, "must return two things"),
+        (lambda loss: (loss, 1, 2), True, "must return two things"),
+    ],
+)
+def test_what_is_no_loss_is_refused(out, has_aux, match):
+    """With the way to hand back more than the loss."""
+    grad_fn = value_and_grad(lambda p: out(jnp.sum(p["head"])), has_aux=has_aux)
+    with pytest.raises(buoy.jax.LossError, match=match):
+        grad_fn(tx().init(PARAMS), PARAMS)
 
 
 def test_errors_come_before_anything_is_lost():

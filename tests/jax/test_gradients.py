@@ -28,11 +28,24 @@ def test_everything_that_jax_value_and_grad_hands_back():
     assert x.tolist() == aux["seen"].tolist()
     assert [1024.0, 2048.0, 4096.0] == grads.tolist()
 
-    _, (both_w, both_x) = value_and_grad(fun, (0, 1), has_aux=True)(
-        state, w, x, plus=5.0
-    )
-    assert grads.tolist() == both_w.tolist()
-    assert (1024.0 * w).tolist() == both_x.tolist()
+    for argnums in ((0, 1), [0, 1]):
+        _, (both_w, both_x) = value_and_grad(fun, argnums, has_aux=True)(
+            state, w, x, plus=5.0
+        )
+        assert grads.tolist() == both_w.tolist()
+        assert (1024.0 * w).tolist() == both_x.tolist()
+
+
+@pytest.mark.parametrize("policy", ["static", "headroom"])
+def test_integers_may_be_asked_for(policy):
+    """With JAX's own `allow_int` they have a gradient of no size."""
+    state = state_of(jnp.ones(2), policy)
+    params = {"w": jnp.ones(2), "n": jnp.arange(3)}
+    grad_fn = value_and_grad(lambda p: jnp.sum(p["w"]), allow_int=True)
+    _, grads = grad_fn(state, params)
+
+    assert jax.dtypes.float0 == grads["n"].dtype
+    assert [float(scale_of(state))] * 2 == grads["w"].tolist()
 
 
 def test_an_fp16_loss_does_not_overflow_by_being_scaled():

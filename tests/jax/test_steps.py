@@ -133,3 +133,20 @@ def test_a_policy_that_gives_up_says_so():
     assert not last_step(state).collapsed
     _, state = update(BAD, state, PARAMS)
     assert last_step(state).collapsed
+
+
+def test_overflows_do_not_stop_a_hunt_for_nans():
+    """With `jax_debug_nans` a skipped step is no error: nothing NaN leaves the step."""
+    tx = loss_scaled(optax.adam(1e-2), "headroom", max_norm=1.0)
+    update = jax.jit(tx.update)
+    with jax.debug_nans(True):
+        state = tx.init(PARAMS)
+        for grads in (FINE, INF, FINE):
+            updates, state = update(grads, state, PARAMS)
+            assert np.all(np.isfinite(updates["a"]))
+
+    assert 3 == int(state.steps)
+    assert last_step(state).applied
+
+
+INF = {"a": jnp.ones(2), "b": {"c": jnp.array([1.0, jnp.inf, -jnp.inf])}}

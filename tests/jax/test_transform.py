@@ -117,7 +117,12 @@ def test_a_population_under_vmap_keeps_a_scale_each():
     grads = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
     _, state = jax.vmap(tx.update)(grads, state, params)
 
-    assert [2.0**16, 2.0**15, 2.0**16] == state.scaling.scale.tolist()
+    assert [2.0**16, 2.0**15, 2.0**16] == scale_of(state).tolist()
+    assert [True, False, True] == applied_of(state).tolist()
+    second = jax.tree.map(lambda x: x[1], state)
+    assert last_step(second).skipped
+    with pytest.raises(buoy.jax.StructureError, match=r"3 models.*x\[0\]"):
+        last_step(state).read()
 
 
 def test_the_program_talks_to_no_host():
@@ -174,6 +179,16 @@ def test_large_finite_gradients_are_not_called_infinite():
     assert applied_of(state)
     assert last_step(state).norm == pytest.approx(3e30)
     np.testing.assert_allclose(updates["a"], -1 / 3, rtol=1e-6)
+
+
+def test_the_norm_to_clip_by_may_be_computed():
+    """A schedule, or `inject_hyperparams`, knows it only inside of jit."""
+
+    def clipped(max_norm):
+        tx = loss_scaled(optax.sgd(1.0), "static", max_norm=max_norm)
+        return tx.update(jnp.full(4, 1024.0), tx.init(jnp.ones(4)))[0]
+
+    np.testing.assert_allclose(jax.jit(clipped)(0.5), -0.25, rtol=1e-6)
 
 
 def test_what_unscaling_makes_of_gradients_is_checked_too():

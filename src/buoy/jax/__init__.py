@@ -21,6 +21,7 @@ from buoy.jax.cast import Dtypes, cast
 from buoy.jax.errors import (
     BuoyWarning,
     IntegerLeafError,
+    LossError,
     MissingAxisError,
     NoScaleError,
     NoStepError,
@@ -44,6 +45,7 @@ __all__ = [
     "Feed",
     "IntegerLeafError",
     "LastStep",
+    "LossError",
     "LossScaledState",
     "MasterState",
     "MissingAxisError",

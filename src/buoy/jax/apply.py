@@ -15,7 +15,7 @@ from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.errors import NoScaleError, StructureError
 from buoy.jax.masters import keeps_masters
 from buoy.jax.skip import apply_or_skip
-from buoy.jax.state import LossScaledState
+from buoy.jax.state import UNKNOWN, LossScaledState
 from buoy.jax.survey import Survey, agreed, survey, underflow
 
 __all__ = ["Options", "advance"]
@@ -68,7 +68,8 @@ def advance(
         (grads, state.inner, params),
         branch=branch,
     )
-    numbers = (before.scale, after.scale, applied, norm, _amax(looked, scales), loss)
+    amax = _amax(looked, scales)
+    numbers = (before.scale, after.scale, applied, _no_nan(norm), amax, loss)
     return updates, LossScaledState(
         scaling=after,
         inner=inner,
@@ -178,21 +179,23 @@ def _inner(
 
 
 def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:
-    """Unscale the largest gradient; NaN is kept for "not measured"."""
-    if looked.amax is None:
-        return None
-    amax = looked.amax * scales.inverse
-    return jnp.where(jnp.isnan(amax), jnp.inf, amax)
+    """Unscale the largest gradient, where it was measured."""
+    return None if looked.amax is None else _no_nan(looked.amax * scales.inverse)
+
+
+def _no_nan(number: jax.Array) -> jax.Array:
+    """Note what is not finite as inf.
+
+    An overflow is no error; a NaN in the state would stop `jax_debug_nans` at it.
+    """
+    return jnp.where(jnp.isnan(number), jnp.inf, number)
 
 
 def _row(numbers: Sequence[Any]) -> jax.Array:
     """Put the numbers of `COLUMNS` side by side; the last says if there is a loss."""
     known = jnp.asarray(numbers[-1] is not None)
     return jnp.stack(
-        [
-            jnp.full((), jnp.nan, jnp.float32) if x is None else x.astype(jnp.float32)
-            for x in (*numbers, known)
-        ]
+        [UNKNOWN if x is None else x.astype(jnp.float32) for x in (*numbers, known)]
     )
 
 

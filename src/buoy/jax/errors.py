@@ -11,6 +11,7 @@ from buoy._core.errors import (
 __all__ = [
     "BuoyWarning",
     "IntegerLeafError",
+    "LossError",
     "MissingAxisError",
     "NoScaleError",
     "NoStepError",
@@ -40,6 +41,10 @@ class StructureError(BuoyError, ValueError):
 
 class IntegerLeafError(BuoyError, TypeError):
     """A leaf that should be a float is an integer, a boolean or no array."""
+
+
+class LossError(BuoyError, TypeError):
+    """A loss function returned something else than one loss, or a loss and data."""
 
 
 class MissingAxisError(BuoyError, ValueError):

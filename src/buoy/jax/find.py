@@ -7,9 +7,10 @@ import jax
 import optax
 
 from buoy.jax.errors import BuoyWarning, NoScaleError, SeveralScalesError
+from buoy.jax.flax import introduce
 from buoy.jax.state import LossScaledState
 
-__all__ = ["find", "scale_of"]
+__all__ = ["find", "holds_ours", "scale_of"]
 
 
 def scale_of(opt_state: Any) -> jax.Array:
@@ -36,8 +37,10 @@ def find(tree: Any) -> LossScaledState:
     if not found:
         message = (
             f"No state of `loss_scaled` in this {type(tree).__name__}. Pass the "
-            "optimizer's state, as `tx.init(params)` or `tx.update(...)` returned it; "
-            "the transformation must be wrapped: `loss_scaled(optax.adamw(1e-3))`."
+            "optimizer's state, as `tx.init(params)` or `tx.update(...)` returned it, "
+            "before the function's own arguments: `value_and_grad(loss_fn)(opt_state, "
+            "params, batch)`; the transformation must be wrapped: "
+            "`loss_scaled(optax.adamw(1e-3))`."
         )
         raise NoScaleError(message)
     if len(found) > 1:
@@ -49,9 +52,9 @@ def find(tree: Any) -> LossScaledState:
         )
         raise SeveralScalesError(message)
     _, state = found[0]
-    _warn_of_accumulation(tree)
+    _warn_of_wrappers(tree)
     bare: LossScaledState = jax.tree.map(_bare, state, is_leaf=_is_variable)
-    return bare
+    return introduce(bare)
 
 
 def _is_ours(leaf: Any) -> bool:
@@ -67,20 +70,29 @@ def _bare(leaf: Any) -> Any:
     return leaf.get_value() if _is_variable(leaf) else leaf
 
 
-def _warn_of_accumulation(tree: Any) -> None:
-    held = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-    for leaf in held:
-        if isinstance(leaf, optax.MultiStepsState) and _holds_ours(leaf):
-            warnings.warn(
-                "`optax.MultiSteps` stands around `loss_scaled`: it adds up scaled "
-                "gradients, and after one overflow its sum is NaN for good (it clears "
-                "it by multiplying by 0). Put it inside: "
-                "`loss_scaled(optax.MultiSteps(inner, k))` checks every micro-batch "
-                "and leaves out the bad one alone.",
-                BuoyWarning,
-                stacklevel=4,
-            )
+_AROUND: dict[type[Any], str] = {
+    optax.MultiStepsState: (
+        "`optax.MultiSteps` stands around `loss_scaled`: it adds up scaled gradients, "
+        "and after one overflow its sum is NaN for good (it clears it by multiplying "
+        "by 0). Put it inside: `loss_scaled(optax.MultiSteps(inner, k))` checks every "
+        "micro-batch and leaves out the bad one alone."
+    ),
+    optax.ApplyIfFiniteState: (
+        "`optax.apply_if_finite` stands around `loss_scaled`: it keeps overflows to "
+        "itself, so that the scale does not fall and every further step overflows "
+        "too. Leave it out: `loss_scaled` applies what is finite, and nothing else."
+    ),
+}
 
 
-def _holds_ours(tree: Any) -> bool:
+def _warn_of_wrappers(tree: Any) -> None:
+    """Warn of what must not stand around `loss_scaled`."""
+    kinds = tuple(_AROUND)
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(leaf, kinds) and holds_ours(leaf):
+            warnings.warn(_AROUND[type(leaf)], BuoyWarning, stacklevel=4)
+
+
+def holds_ours(tree: Any) -> bool:
+    """Say whether a tree holds a state of `loss_scaled`."""
     return any(map(_is_ours, jax.tree.leaves(tree, is_leaf=_is_ours)))

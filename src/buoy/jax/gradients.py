@@ -5,7 +5,7 @@ back.  So an FP16 loss cannot overflow by being scaled, and the value handed bac
 the user's own, bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,17 +13,19 @@ import jax.numpy as jnp
 
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes
+from buoy.jax.errors import LossError
 from buoy.jax.find import find
 from buoy.jax.state import LossScaledState
 
 __all__ = ["value_and_grad"]
 
 _LARGEST_HALF = 2.0**15  # the largest power of two that FP16 holds
+_PAIR = 2  # a loss, and the data with it
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: int | tuple[int, ...] | None = None,
+    argnums: int | Sequence[int] | None = None,
     *,
     has_aux: bool = False,
     transform: Callable[..., Any] = jax.value_and_grad,
@@ -54,7 +56,7 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             out = fun(*args, **kwargs)
-            loss, aux = out if has_aux else (out, None)
+            loss, aux = _told_apart(out, has_aux=has_aux)
             scale = _scale_for(loss, state)
             return _carry(loss, scale), (aux, scale)
 
@@ -64,6 +66,26 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return differentiate
+
+
+def _told_apart(out: Any, *, has_aux: bool) -> tuple[Any, Any]:
+    """Tell the loss from the data that comes with it."""
+    pair = isinstance(out, (tuple, list)) and len(out) == _PAIR
+    if has_aux and not pair:
+        message = (
+            "With `has_aux=True` the loss function must return two things, the loss "
+            f"and the data, got {type(out).__name__}."
+        )
+        raise LossError(message)
+    loss, aux = out if has_aux else (out, None)
+    if leaves.dtype_of(loss) is None:
+        message = (
+            f"The loss must be one number, got {type(loss).__name__}. If the loss "
+            "function returns further data, return `(loss, data)` and pass "
+            "`has_aux=True`."
+        )
+        raise LossError(message)
+    return loss, aux
 
 
 @jax.custom_jvp
@@ -76,7 +98,7 @@ def _carry(loss: jax.Array, scale: jax.Array) -> jax.Array:
 @_carry.defjvp
 def _carry_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     loss, scale = primals
-    return loss, tangents[0] * scale.astype(loss.dtype)
+    return loss, tangents[0] * scale.astype(jnp.asarray(loss).dtype)
 
 
 def _scale_for(loss: Any, state: LossScaledState) -> jax.Array:
@@ -100,11 +122,17 @@ def _at_planned_scale(
     if "loss" not in state.plan.policy.wants and not leaves.is_half(loss):
         return grads
     up = foresight.single(state.scaling.scale) / scale
-    return jax.tree.map(lambda g: g * up.astype(leaves.real_of(g)), grads)
+
+    def one(grad: Any) -> Any:
+        if grad.dtype == jax.dtypes.float0:  # of an integer, with `allow_int`
+            return grad
+        return grad * up.astype(leaves.real_of(grad))
+
+    return jax.tree.map(one, grads)
 
 
 def _check_arguments(args: tuple[Any, ...], argnums: Any) -> None:
-    chosen = argnums if isinstance(argnums, tuple) else (argnums or 0,)
+    chosen = argnums if isinstance(argnums, Sequence) else (argnums or 0,)
     for index in chosen:
         if -len(args) <= index < len(args):
             leaves.check_floats(args[index], "parameter")

@@ -101,16 +101,17 @@ class Feed:
     def flush(self) -> None:
         """Write what is still held; this waits for the last step."""
         latest, self._latest = self._latest, None
-        if latest is not None and not latest.rows.is_deleted():
+        if latest is not None and not _is_deleted(latest.rows):
             self._write(latest)
         else:
             self._write(self._copied)
         self._copied = None
 
     def _begin(self, state: LossScaledState) -> None:
-        if self.every > len(state.rows):
+        history = state.rows.shape[-2]
+        if self.every > history:
             message = (
-                f"`every` is {self.every}, and the state remembers {len(state.rows)} "
+                f"`every` is {self.every}, and the state remembers {history} "
                 "steps: the others would be lost. Pass a smaller `every`, or a larger "
                 "`history` to `loss_scaled`."
             )
@@ -165,6 +166,11 @@ class Feed:
                     BuoyWarning,
                     stacklevel=4,
                 )
+
+
+def _is_deleted(array: Any) -> bool:
+    """Say whether a step has taken this array's memory; NumPy's stays."""
+    return isinstance(array, jax.Array) and array.is_deleted()
 
 
 @jax.jit

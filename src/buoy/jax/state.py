@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from buoy._core.policy import Policy
 from buoy.jax.errors import UnhashablePolicyError
 
-__all__ = ["COLUMNS", "LossScaledState", "Plan", "blank", "planned"]
+__all__ = ["COLUMNS", "UNKNOWN", "LossScaledState", "Plan", "blank", "planned"]
 
 # What a row of `LossScaledState.rows` holds, in float32.
 COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
+UNKNOWN = -1.0  # not NaN, which `jax_debug_nans` would take for trouble
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +84,7 @@ def blank(scaling: Any, inner: Any, history: int, plan: Plan) -> LossScaledState
         scaling=scaling,
         inner=inner,
         steps=jnp.zeros((), jnp.int32),
-        rows=jnp.full((history, len(COLUMNS)), jnp.nan, jnp.float32),
+        rows=jnp.full((history, len(COLUMNS)), UNKNOWN, jnp.float32),
         bad=jnp.zeros((history, len(plan.names)), jnp.bool_),
         plan=plan,
     )

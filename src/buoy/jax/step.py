@@ -1,6 +1,5 @@
 """What became of the last step: kept on the device until somebody looks."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +8,10 @@ import numpy as np
 
 from buoy._core.state import Step, Verdict
 from buoy._core.verdicts import HISTORY, judge_losses
-from buoy.jax.errors import NoStepError
+from buoy.jax.errors import NoStepError, StructureError
 from buoy.jax.find import find
 from buoy.jax.leaves import dtype_of
-from buoy.jax.state import COLUMNS, LossScaledState
+from buoy.jax.state import COLUMNS, UNKNOWN, LossScaledState
 
 __all__ = ["Happened", "LastStep", "applied_of", "happened", "last_step"]
 
@@ -46,8 +45,9 @@ def applied_of(opt_state: Any) -> jax.Array:
         Array(False, dtype=bool)
     """
     state = find(opt_state)
-    row = jnp.take(state.rows, (state.steps - 1) % len(state.rows), axis=0)
-    return row[COLUMNS.index("applied")] == 1
+    last = (state.steps - 1) % state.rows.shape[-2]
+    column = state.rows[..., COLUMNS.index("applied")]
+    return jnp.take_along_axis(column, last[..., None], axis=-1)[..., 0] == 1
 
 
 def last_step(opt_state: Any, params: Any = None) -> "LastStep":
@@ -103,7 +103,7 @@ class LastStep:
 
     @property
     def norm(self) -> float | None:
-        """The unscaled norm, before clipping; inf or NaN when skipped."""
+        """The unscaled norm, before clipping; inf where it is not finite."""
         return self._last.norm
 
     @property
@@ -166,6 +166,13 @@ class LastStep:
 
 def happened(state: LossScaledState) -> list[Happened]:
     """Read the steps that a state remembers, oldest first, in one transfer."""
+    if jnp.ndim(state.steps):
+        message = (
+            f"This state is of {state.steps.size} models or devices side by side, as "
+            "`vmap` and `pmap` make it: a step is told of one. Pass "
+            "`jax.tree.map(lambda x: x[0], opt_state)`."
+        )
+        raise StructureError(message)
     steps, rows, bad = jax.device_get((state.steps, state.rows, state.bad))
     return _told(int(steps), np.asarray(rows), np.asarray(bad), state.plan.names)
 
@@ -190,7 +197,7 @@ def _told(
                 applied=applied,
                 verdict=Verdict.APPLIED if applied else judge_losses(now, before),
                 norm=row["norm"],
-                amax=None if math.isnan(row["amax"]) else row["amax"],
+                amax=None if row["amax"] == UNKNOWN else row["amax"],
                 loss=loss,
                 offenders=tuple(
                     n for n, b in zip(names, bad[i % length], strict=True) if b

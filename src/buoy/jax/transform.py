@@ -14,6 +14,8 @@ from buoy.jax import leaves
 from buoy.jax.agree import axes_of
 from buoy.jax.apply import Options, advance
 from buoy.jax.errors import BuoyWarning, OptionError
+from buoy.jax.find import holds_ours
+from buoy.jax.flax import introduce
 from buoy.jax.masters import keeps_masters
 from buoy.jax.state import LossScaledState, blank, planned
 
@@ -69,7 +71,8 @@ def loss_scaled(
     ) -> tuple[optax.Updates, LossScaledState]:
         if value is not None:
             extra["value"] = value
-        return advance(options, updates, state, params, extra)
+        updates, after = advance(options, updates, state, params, extra)
+        return updates, introduce(after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -83,7 +86,7 @@ def _checked(
             f"got {inner!r}."
         )
         raise OptionError(message)
-    if max_norm is not None and not max_norm > 0:
+    if not _is_norm(max_norm):
         raise OptionError(f"`max_norm` must be above 0 or None, got {max_norm!r}.")
     if type(history) is not int or history < 1:
         raise OptionError(
@@ -95,15 +98,28 @@ def _checked(
     return Options(optax.with_extra_args_support(inner), made, max_norm, axes, history)
 
 
+def _is_norm(max_norm: Any) -> bool:
+    """Accept a positive number, or a number of JAX that may not be known yet."""
+    if max_norm is None or isinstance(max_norm, jax.core.Tracer):
+        return True
+    return isinstance(max_norm, (int, float, jax.Array)) and bool(max_norm > 0)
+
+
 def _init(options: Options, params: Any) -> LossScaledState:
     leaves.check_floats(params, "parameter")
     masters = keeps_masters(jax.eval_shape(options.inner.init, params))
     if not masters:
         _warn_of_halves(params)
     inner = options.inner.init(params if masters else leaves.widened(params))
+    if holds_ours(inner):
+        message = (
+            "`loss_scaled` stands inside of another one: gradients would be unscaled "
+            "twice. Wrap the whole transformation once, on the outside."
+        )
+        raise OptionError(message)
     scaling = lift(options.policy, options.policy.init(), "jax")
     plan = planned(options.policy, options.axes, leaves.names_of(params))
-    return blank(scaling, inner, options.history, plan)
+    return introduce(blank(scaling, inner, options.history, plan))
 
 
 def _warn_of_halves(params: Any) -> None:
