@@ -94,6 +94,7 @@ def test_a_train_state_that_sees_the_loss():
     assert told[4].scale < told[3].next_scale  # the jump was foreseen, not skipped
     assert "forward_nonfinite" == told[5].verdict
     assert 5 == int(state.step)
+    assert 1 == step._cache_size()
 
 
 @pytest.mark.parametrize("transform", [nnx.value_and_grad])

@@ -1,13 +1,23 @@
 """Traces from JAX: every step, read late, and never in the way."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import buoy
+import buoy.report
 import buoy.trace
-from buoy.jax import BuoyWarning, Feed, OptionError, loss_scaled, value_and_grad
+from buoy.jax import (
+    BuoyWarning,
+    Feed,
+    OptionError,
+    last_step,
+    loss_scaled,
+    value_and_grad,
+)
 from tests.jax.nets import batch_of, loss_fn, params_of
 
 TX = loss_scaled(optax.adam(1e-2), "headroom", history=32)
@@ -58,6 +68,35 @@ def test_what_was_recorded_can_be_replayed(tmp_path):
 
     assert 30 == len(trace)
     assert 30 == buoy.replay(trace, buoy.policy("torch"))[0].steps
+
+
+def test_the_report_reads_it_as_it_reads_any_other(tmp_path):
+    """Figures, causes, layers by key path and where it ran: all on the page."""
+    params, state = params_of(), TX.init(params_of())
+    with buoy.trace.Recorder(tmp_path / "run.buoy") as recorder:
+        feed = Feed(recorder, every=8)
+        for i in range(40):
+            if i % 20 == 10:
+                _, grads = value_and_grad(loss_fn)(state, params, batch_of(i))
+                feed.gradients(state, grads)
+            x = batch_of(i % 4, jnp.nan if i in {3, 30} else 1.0)
+            params, state = plain(params, state, x)
+            feed(state)
+    page = buoy.report.write([recorder.path], tmp_path / "report.html").read_text()
+    facts = dict(re.findall(r'data-fact="([a-z_]+)">([^<]*)<', page))
+    found = buoy.report.sum_up(buoy.trace.load(recorder.path))
+
+    assert ("40", "2", "5 %") == tuple(
+        facts[name] for name in ("steps", "skipped", "skipped_share")
+    )
+    assert 'data-skips="2"' in page
+    assert buoy.Verdict.FORWARD_NONFINITE in page
+    assert {"first.b", "first.w", "last.w"} == {layer.name for layer in found.layers}
+    assert all(layer.name in page for layer in found.layers)
+    assert [2, 2, 2] == [layer.offences for layer in found.layers]
+    assert found.last_loss == pytest.approx(last_step(state).loss)
+    assert jax.__version__ in page
+    assert "Headroom" in page
 
 
 def test_feeding_reads_only_what_has_arrived(monkeypatch):
