@@ -150,3 +150,36 @@ def test_strict_takes_what_torch_takes(init):
     """The letter of torch includes scales that cannot work."""
     scaler = GradScaler("cpu", init_scale=init, strict_torch=True)
     assert str(init) == str(scaler.get_scale())
+
+
+@pytest.mark.parametrize("small", [1e-39, 2.0**-128, 2.0**-149])
+def test_a_scale_that_nothing_can_be_divided_by_is_refused(small):
+    """1 / scale would be inf, and a gradient of 0 times that NaN."""
+    with pytest.raises(OptionError):
+        GradScaler("cpu", init_scale=small)
+    with pytest.raises(OptionError):
+        GradScaler("cpu", min_scale=small)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum() * 0.0).backward()
+    scaler.step(optimizer)
+    with pytest.raises(NewScaleError):
+        scaler.update(small)
+    scaler.update(torch.tensor(small))
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("fused", [True, False])
+def test_zero_gradients_are_not_multiplied_by_an_infinite_number(order, fused):
+    """Whoever wrote such a scale into the tensor: the step is skipped."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum() * 0.0).backward()
+    scaler._scale.fill_(1e-40)
+    scaler.clip_grad_norm_(optimizer, 1.0, norm_type=order)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.ones(2))

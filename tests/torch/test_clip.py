@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import OPTIMIZERS, loss_of, net
 
+from buoy._backends import torch as backend
 from buoy.torch import (
     GradScaler,
     NonfiniteNormError,
@@ -372,3 +373,37 @@ def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
     scaler.clip_grad_norm_(Wrapper(optimizer), 1.0)
     with pytest.raises(UnscaleTwiceError, match="Pass the same object"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_parameters_without_elements_have_no_largest_one(unscaled):
+    """Of which torch makes an error."""
+    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0))]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(sum(param.sum() for param in params)).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    assert scaler.clip_grad_norm_(optimizer, 0.5, norm_type=math.inf) == 1.0
+    torch.testing.assert_close(params[0].grad, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, math.inf])
+@pytest.mark.parametrize("limit", [math.inf, torch.tensor(math.inf), 1.0])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_beyond_float32_of_finite_gradients_makes_no_nan(
+    order, limit, fused, monkeypatch
+):
+    """On a device that nobody asks its bound is inf; nothing is multiplied by that."""
+    monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    weight = torch.nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**100)
+    scaler.scale(weight.sum()).backward()
+    weight.grad.fill_(3e38)
+    scaler.clip_grad_norm_(optimizer, limit, norm_type=order)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.isfinite().all()
+    assert all(value.isfinite().all() for value in optimizer.state[weight].values())
+    assert scaler.last_step.applied

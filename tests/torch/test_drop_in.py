@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from nets import OPTIMIZERS, batch, loss_of, net, train
+from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
 
 from buoy.torch import GradScaler
 
@@ -468,3 +468,28 @@ def test_autocast_fp16_end_to_end_equals_torchs():
     assert results[0][2] == results[1][2]
     assert min(results[0][2]) < 2.0**20
     assert_same_training(results[0], results[1])
+
+
+def test_a_loss_may_be_scaled_inside_a_function_transform():
+    """From its first use on, and what is skipped later is judged all the same."""
+    for kind in (GradScaler, torch.amp.GradScaler):
+        model, scaler = net(), kind("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(2, 6)
+
+        def loss(params, model=model, scaler=scaler, x=x):
+            return scaler.scale(torch.func.functional_call(model, params, (x,)).sum())
+
+        scales = []
+        for event in ("ok", "inf", "ok"):
+            held = {name: p.detach() for name, p in model.named_parameters()}
+            found = torch.func.grad(loss)(held)
+            for name, param in model.named_parameters():
+                param.grad = found[name].detach().clone()
+            spoil(model, event)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [8.0, 4.0, 4.0]
+        each = torch.func.vmap(lambda v, scaler=scaler: scaler.scale(v.sum()))
+        assert each(torch.ones(4, 3)).tolist() == [12.0] * 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import OPTIMIZERS, loss_of, net
+from nets import OPTIMIZERS, loss_of, net, spoil
 from no_host_reads import no_host_reads
 
 from buoy import Verdict
@@ -386,3 +386,24 @@ def test_both_networks_of_the_example_take_the_same_number_of_steps():
     assert 0 < critic < 60
     assert alone[0] != alone[1]
     assert scaler.group("critic").get_scale() != scaler.group("maker").get_scale()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_joint_steps_are_taken_back_whatever_is_added_meanwhile(fused):
+    """A parameter group that joins between step and update, and several failures."""
+    models = [net(seed) for seed in range(3)]
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused) for model in models
+    ]
+    scaler = GradScaler("cpu", skip="joint")
+    before = [p.detach().clone() for model in models for p in model.parameters()]
+    scaler.scale(sum(loss_of(model, 0) for model in models)).backward()
+    spoil(models[1], "inf")
+    spoil(models[2], "nan")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    scaler.update()
+    after = [p.detach() for model in models for p in model.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert scaler.last_step_of(optimizers[0]).partner

@@ -178,3 +178,15 @@ def test_wrong_fields_are_told(field):
     """Each names itself."""
     with pytest.raises(PolicyError, match=next(iter(field))):
         SpikeGuard(**field)
+
+
+def test_a_scaler_with_a_guard_can_be_copied_after_steps():
+    """The copy goes on from the same distribution, with whichever optimizer comes."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", spike_guard="skip")
+    train(scaler, model, optimizer, range(3))
+    other = copy.deepcopy(scaler)
+    assert other.state_dict() == scaler.state_dict()
+    train(other, model, optimizer, [3])
+    assert other.last_step.applied

@@ -78,3 +78,70 @@ def test_gradients_changed_by_hand_after_unscaling_are_the_user_s():
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(param, torch.full((2,), 0.8))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_dropped_after_unscaling_needs_an_update(fused):
+    """Or the next batch would be stepped while it is multiplied by the scale."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    backward(scaler, optimizer, param, math.inf)
+    scaler.unscale_(optimizer)
+    backward(scaler, optimizer, param)
+    with pytest.raises(GradientsChangedError, match="also for a batch that you drop"):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(2))
+
+
+def test_clipping_by_hand_before_another_model_s_backward_pass_is_no_change():
+    """As a GAN may do it with torch's own functions."""
+    first, second = weight(), weight()
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in (first, second)]
+    scaler = GradScaler("cpu")
+    for param, optimizer in zip((first, second), optimizers, strict=True):
+        backward(scaler, optimizer, param)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([param], 0.5)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.ones(2))
+
+
+@pytest.mark.parametrize("way", ["unscale", "clip", "both", "value"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backward_pass_that_adds_to_checked_gradients_is_refused(way, fused):
+    """What it adds is multiplied by the scale, and may be inf."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    backward(scaler, optimizer, param)
+    if way in ("unscale", "both"):
+        scaler.unscale_(optimizer)
+    if way in ("clip", "both"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    if way == "value":
+        scaler.clip_grad_value_(optimizer, 1.0)
+    scaler.scale(param.sum() * math.inf).backward()
+    with pytest.raises(GradientsChangedError):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(2))
+    scaler.update()
+    assert not param._post_accumulate_grad_hooks
+
+
+def test_gradients_changed_by_hand_after_another_model_s_loss_are_the_user_s():
+    """In whichever order a GAN does it."""
+    first, second = weight(), weight()
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in (first, second)]
+    scaler = GradScaler("cpu")
+    backward(scaler, optimizers[0], first)
+    scaler.unscale_(optimizers[0])
+    backward(scaler, optimizers[1], second)
+    first.grad = first.grad * 0.5
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(first, torch.full((2,), 0.95))

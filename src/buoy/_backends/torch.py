@@ -7,8 +7,10 @@ give the same bits without it and without float64.
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import torch
+from torch._C import _functorch as functorch
 
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know
 
@@ -27,6 +29,8 @@ __all__ = [
     "multiply_",
     "nonfinite",
     "norms",
+    "noted",
+    "number",
     "ops",
     "peek",
     "read",
@@ -34,6 +38,8 @@ __all__ = [
     "self_test",
     "small_share",
     "sums",
+    "transforming",
+    "unwrapped",
     "whole",
     "window",
 ]
@@ -289,16 +295,46 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def read(numbers: Grads) -> list[float]:
+def noted(number: torch.Tensor) -> float | torch.Tensor:
+    """Keep a number as it is now: its value if the host can see it, else a copy."""
+    return peek(number) if in_host_memory(number) else number.detach().clone()
+
+
+def number(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Give what was noted as a float32 [] on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.reshape(()).float().to(device, non_blocking=True)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def transforming() -> bool:
+    """Say whether this runs inside `torch.func.grad`, `vmap` or the like."""
+    return functorch.peek_interpreter_stack() is not None
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Take a tensor out of such a transformation, to outlive it."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def read(numbers: Sequence[float | torch.Tensor]) -> list[float]:
     """Read 0-d tensors, all at once; of the CPU's without asking anybody."""
-    if not numbers:
-        return []
-    home = numbers[0].device
-    packed = torch.stack([n.detach().reshape(()).float().to(home) for n in numbers])
-    if not in_host_memory(packed):
-        values: list[float] = packed.tolist()
-        return values
-    return (_Float * packed.numel()).from_address(packed.data_ptr())[:]
+    tensors = [one for one in numbers if isinstance(one, torch.Tensor)]
+    if not tensors:
+        return [float(one) for one in numbers]
+    home = tensors[0].device
+    packed = torch.stack([t.detach().reshape(()).float().to(home) for t in tensors])
+    values = iter(_listed(packed))
+    return [next(values) if isinstance(n, torch.Tensor) else float(n) for n in numbers]
+
+
+def _listed(packed: torch.Tensor) -> list[float]:
+    if in_host_memory(packed):
+        return (_Float * packed.numel()).from_address(packed.data_ptr())[:]
+    values: list[float] = packed.tolist()
+    return values
 
 
 def exact_norm(grads: Grads, order: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy.torch import agree, options, replicas, survey, traced, words
 from buoy.torch.errors import NonfiniteNormError
+from buoy.torch.fingerprint import Look
 from buoy.torch.gather import (
     Gathered,
     add_up_sparse,
@@ -75,7 +76,7 @@ class Clipping(Reporting):
                 return torch.zeros((), dtype=torch.float32, device=self._home())
             self._tighten(record, norm, max_norm)
             if hands_over(optimizer):
-                self._note_look(optimizer, record)
+                record["looked"] = Look(optimizer)
             else:
                 self._write_multiplier(optimizer, record)
         if error_if_nonfinite and not math.isfinite(norm.item()):
@@ -121,7 +122,6 @@ class Clipping(Reporting):
     ) -> torch.Tensor | None:
         """Give the norm as clipped so far; look again only for one of another order."""
         if "multiplier" not in record:
-            add_up_sparse(optimizer)
             self._survey_norm(optimizer, record, order)
             record["order"] = order
         norm: torch.Tensor | None = record.get("clipped_norm", record.get("norm"))
@@ -141,17 +141,21 @@ class Clipping(Reporting):
         """Look at the scaled gradients once; note norm, flag and multiplier."""
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         gathered = self._halves.gather(optimizer, self._names, hands_over(optimizer))
+        if not gathered.plain:
+            add_up_sparse(optimizer)
+            gathered = gather(optimizer)
         shared = bool(self._ranks.groups())
         if not (gathered.grads or shared):
             return
         self._guide.before_look(optimizer)
-        inverse = backend.reciprocal(scale)
+        inverse = self._inverse(scale)
         sizes = gathered if shared else _magnitudes(optimizer, order, gathered)
         seen = survey.measure(sizes, order, inverse)
         norm, found = seen.norm, {scale.device: seen.found}
         if norm is not None and not shared:
             record["norm"] = (norm * inverse).float()
-        record["parts"] = (list(map(weakref.ref, owners(optimizer))), seen.parts)
+        held = owners(optimizer, len(gathered.grads))
+        record["parts"] = (list(map(weakref.ref, held)), seen.parts)
         record["multiplier"] = inverse
         record["groups"] = optimizer.param_groups
         if self._rule.wants or self._listeners:
@@ -181,7 +185,7 @@ class Clipping(Reporting):
                 backend.multiply_(grads, multiplier.to(device, non_blocking=True))
         record["stage"] = OptState.UNSCALED
         record["groups"] = optimizer.param_groups
-        self._note_look(optimizer, record)
+        record["looked"] = Look(optimizer)
 
     def _clip_as_torch(
         self, optimizer: Any, max_norm: float, norm_type: float, error: bool
@@ -191,8 +195,10 @@ class Clipping(Reporting):
             if error and not math.isfinite(norm.item()):
                 raise NonfiniteNormError(_nonfinite(norm_type))
         else:
+            # Torch has no largest element of nothing.
+            some = [param for param in parameters_of(optimizer) if param.numel()]
             norm = torch.nn.utils.clip_grad_norm_(
-                parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite=error
+                some, max_norm, norm_type, error_if_nonfinite=error
             )
         if self._enabled:
             self._per_optimizer_states[id(optimizer)].setdefault("norm", norm)
@@ -231,6 +237,8 @@ def _magnitudes(
 ) -> Gathered:
     """Find the gradients to measure: of complex ones the magnitudes, not the parts."""
     found = gather(optimizer) if gathered is None else gathered
+    if found.plain:
+        return found
     held = owners(optimizer)
     if order == 2.0 or not any(param.is_complex() for param in held):
         return found

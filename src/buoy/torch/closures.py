@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from buoy._backends import torch as backend
 from buoy._core.state import Verdict
 from buoy.torch import apply, words, words_beyond
 from buoy.torch.gather import parameters_of
@@ -147,9 +148,9 @@ class _Evaluation:
         losses, scale = self.scaler._losses, self.scaler._scale
         if scale is None or not losses or not isinstance(loss, torch.Tensor):
             return
-        if loss.numel() != 1 or loss.device != losses[-1].device:
+        if loss.numel() != 1:
             return
-        bare = losses[-1].reshape(())
+        bare = backend.number(losses[-1], loss.device)
         given, times = float(loss.detach()), float(bare * scale.to(bare.device))
         if given == times != float(bare):
             raise words.closure_returns_scaled()

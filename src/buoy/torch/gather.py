@@ -37,6 +37,7 @@ class Gathered(NamedTuple):
 
     grads: list[torch.Tensor]  # real and dense, in the order of the parameters
     buckets: list[Bucket]
+    plain: bool = False  # dense float32, all on one device
 
 
 _FLOAT = torch.float32
@@ -56,7 +57,7 @@ def gather(optimizer: Any) -> Gathered:
     if _SHARED and dist.is_initialized():
         grads = [_part(param) for param in owners(optimizer)]
     if _ordinary(grads):
-        return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)])
+        return Gathered(grads, [Bucket(grads[0].device, _FLOAT, grads)], plain=True)
     for i, (param, grad) in enumerate(zip(owners(optimizer), grads, strict=True)):
         if grad.dtype not in _PLAIN or grad.layout is not _STRIDED:
             grads[i] = _real_and_dense(param, grad)
@@ -105,9 +106,15 @@ def _part(param: Any) -> torch.Tensor:
     return part
 
 
-def owners(optimizer: Any) -> list[torch.Tensor]:
-    """List the parameters that have a gradient, in the order of `Gathered.grads`."""
-    return [param for param in parameters_of(optimizer) if param.grad is not None]
+def owners(optimizer: Any, count: int | None = None) -> list[torch.Tensor]:
+    """List the parameters that have a gradient, in the order of `Gathered.grads`.
+
+    If they are known to be as many as there are parameters, nobody has to ask.
+    """
+    held = parameters_of(optimizer)
+    if len(held) == count:
+        return held
+    return [param for param in held if param.grad is not None]
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:

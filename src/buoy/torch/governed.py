@@ -18,7 +18,7 @@ from buoy._core.policy import Policy
 from buoy._core.state import Seen, map_state
 from buoy.torch import survey, words
 from buoy.torch.begin import begun_on_device
-from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Evidence
+from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, SMALLEST, Evidence
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
@@ -79,6 +79,11 @@ class Governed:
             self._follow(scaler, scaler._scale)
         return float(self.state.scale)
 
+    @property
+    def knows(self) -> bool:
+        """Whether the state is of plain numbers."""
+        return not self.on_device
+
     def _follow(self, scaler: "Contract", held: torch.Tensor) -> None:
         """Go on from a scale that somebody else has written into the tensor."""
         own = single(min(self.state.scale, FLOAT32_MAX))
@@ -89,7 +94,7 @@ class Governed:
         seen = backend.read([held])[0]
         if seen == own:
             self._mark = _mark(held)
-        elif 0.0 < seen <= FLOAT32_MAX:
+        elif SMALLEST <= seen <= FLOAT32_MAX:
             self.restore(scaler, self.begun_at(seen))
         elif not self.strict:
             self._write(held)

@@ -95,7 +95,7 @@ def _name_the_cause(taken: list[_Taken]) -> None:
         return
     culprit = failed[0].report[-1]
     for one in taken:
-        if one not in failed:
+        if all(one is not other for other in failed):
             report = one.report[-1]
             report.judged(culprit.verdict)
             report._offenders, report.partner = culprit.offenders, True

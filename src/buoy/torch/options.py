@@ -9,7 +9,7 @@ from buoy._core.policy import Policy
 from buoy._core.registry import policy as make_policy
 from buoy.torch.errors import FactorError, OptionError
 from buoy.torch.governed import Governed
-from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, Classic
+from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, SMALLEST, Classic
 
 __all__ = [
     "DEFAULTS",
@@ -49,7 +49,8 @@ def check(given: dict[str, Any], *, strict: bool) -> None:
         return
     for name in ("init_scale", "backoff_factor"):
         value = given[name]
-        if not 0.0 < value <= FLOAT32_MAX:
+        least = SMALLEST if name == "init_scale" else 2.0**-149
+        if not least <= value <= FLOAT32_MAX:
             message = (
                 f"`{name}` must be a positive number that float32 can hold, got "
                 f"{value!r}: gradients divided by such a scale would be inf or NaN."
@@ -110,10 +111,10 @@ def _check_bounds(low: float | None, high: float | None) -> None:
     for name, bound in (("min_scale", low), ("max_scale", high)):
         if bound is None:
             continue
-        if not (hasattr(bound, "__float__") and 0.0 < bound <= FLOAT32_MAX):
+        if not (hasattr(bound, "__float__") and SMALLEST <= bound <= FLOAT32_MAX):
             message = (
-                f"`{name}` must be a positive number that float32 can hold, got "
-                f"{bound!r}. Leave it out for the default, or give e.g. 1.0."
+                f"`{name}` must be a positive number that float32 can hold, and divide "
+                f"1 by, got {bound!r}. Leave it out for the default, or give e.g. 1.0."
             )
             raise OptionError(message)
     if low is not None and high is not None and low > high:

@@ -156,7 +156,7 @@ class Tap:
             found = report.found
         scale = report._scale
         norm, amax = self._sizes(scaler, scale)
-        loss = scaler._losses[-1].detach() if scaler._losses else None
+        loss = scaler._losses[-1] if scaler._losses else None
         note = _Note(
             step=scaler._turn - 1,
             time=time.time(),

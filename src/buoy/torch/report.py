@@ -35,7 +35,7 @@ class Reporting(Contract):
 
     _last: LastStep | None
     _gates: list[Gate]
-    _history: deque[torch.Tensor]
+    _history: deque[float | torch.Tensor]
     _frozen: tuple[int, torch.Tensor] | None
     _reports: dict[int, LastStep]
     _mail: Mailbox
@@ -117,9 +117,10 @@ class Reporting(Contract):
         """Note what became of a step; look for culprits if the host knows of any."""
         found = apply.combined(record["found_inf_per_device"], self._home())
         report = LastStep(self, optimizer, found, scale)
-        report._norm = record.get("norm")
-        report._parts = record.get("parts")
-        report._handed = record.get("handed", False)
+        if "norm" in record:
+            report._norm, report._parts = record["norm"], record.get("parts")
+        if "handed" in record:
+            report._handed = record["handed"]
         report._applied = record.get("finite") if found is not None else False
         report._losses = tuple(self._losses)
         report._mark = first_of(optimizer)
@@ -245,17 +246,17 @@ class Reporting(Contract):
             if self._gates:
                 self._open_gates(stepped)
 
-    def _usual_loss(self, evidence: Evidence | None) -> torch.Tensor:
+    def _usual_loss(self, evidence: Evidence | None) -> float | torch.Tensor:
         """Take the largest loss of an iteration; NaN if its step was skipped."""
         loss = self._losses[-1]
         if len(self._losses) > 1:
-            loss = loss.reshape(())
-            sizes = [each.reshape(()).to(loss.device).abs() for each in self._losses]
-            loss = torch.stack([size.float() for size in sizes]).max()
+            home = self._home()
+            sizes = [backend.number(each, home).abs() for each in self._losses]
+            loss = torch.stack(sizes).max()
         if evidence is None or evidence.finite is not None:
             return loss
-        skipped = evidence.found.to(loss.device, non_blocking=True) > 0
-        return loss.reshape(()).masked_fill(skipped, torch.nan)
+        loss = backend.number(loss, evidence.found.device)
+        return loss.masked_fill(evidence.found.reshape(()) > 0, torch.nan)
 
     def _tell_watch(self, stepped: list[LastStep]) -> None:
         bad = [report for report in stepped if report._applied is False]
@@ -277,7 +278,7 @@ class Reporting(Contract):
         scale = self._home_scale().float()
         loss = torch.zeros_like(found)
         if self._losses:
-            loss = self._losses[-1].reshape(()).float().to(found.device)
+            loss = backend.number(self._losses[-1], found.device)
         self._mail.post(torch.stack([found.float(), scale, gap, loss]))
         for (skipped, then, apart, lost), _ in self._mail.collect():
             if apart:

@@ -18,12 +18,13 @@ from buoy._core.quirks import Quirks
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract
 
-__all__ = ["FLOAT32_MAX", "MIN_SCALE", "Classic", "Evidence"]
+__all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Classic", "Evidence"]
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 MIN_SCALE = 2.0**-24
+SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
 _NEVER = 2**31 - 1
-_NEITHER = torch.empty(0, device="cpu")
+_NEITHER = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Evidence(NamedTuple):
@@ -70,6 +71,11 @@ class Classic:
             return value
         self._value = None
         return None
+
+    @property
+    def knows(self) -> bool:
+        """Whether it did when last asked."""
+        return self._value is not None
 
     def learn(self, scaler: "Contract", scale: float, tracker: int) -> None:
         """Note the scale and the counter that the tensors now hold."""

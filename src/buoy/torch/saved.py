@@ -19,7 +19,7 @@ from buoy.torch import aloud, options
 from buoy.torch.errors import BuoyWarning
 from buoy.torch.governed import Governed
 from buoy.torch.names import Names
-from buoy.torch.rule import FLOAT32_MAX, Classic
+from buoy.torch.rule import FLOAT32_MAX, SMALLEST, Classic
 
 if TYPE_CHECKING:
     from buoy.torch.scaler import GradScaler
@@ -31,7 +31,7 @@ _TRANSIENT = {
     "_losses", "_history", "_frozen", "_guide", "_reports", "_last", "_mail", "_noted",
     "_traced", "_traced_loss", "_untold", "_listeners", "_recorder", "_parent",
     "_shares", "_healing", "_assumed", "_window", "_origins", "_guards", "_parts",
-    "_gap", "_shadow", "_joined_as", "_uneven",
+    "_gap", "_inverted", "_shadow", "_joined_as", "_uneven",
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _usable(scaler: "GradScaler", scale: float) -> float:
     rule = scaler._rule
     low, high = rule.low, rule.high
     if not rule.fixed:
-        low = min(low, scale) if scale > 0.0 else low
+        low = min(low, scale) if scale >= SMALLEST else low
         high = FLOAT32_MAX
     if scaler._strict or low <= scale <= high:
         return scale

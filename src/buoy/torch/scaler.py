@@ -32,6 +32,7 @@ from buoy.torch import (
 )
 from buoy.torch.diagnosing import Diagnosing
 from buoy.torch.errors import EmptyStateError, MidIterationError
+from buoy.torch.fingerprint import Look
 from buoy.torch.halves import Fp16Params, Halves
 from buoy.torch.joins import Joining
 from buoy.torch.joint import Joint
@@ -186,7 +187,7 @@ class GradScaler(Joining, Diagnosing):
         """Set up what a copy or a loaded scaler starts afresh."""
         self._losses, self._scalings = deque(maxlen=_LOSSES), 0
         self._history = deque(maxlen=verdicts.HISTORY)
-        self._frozen = None
+        self._frozen = self._inverted = None
         self._guide = misuse.Guide()
         self._reports = {}
         self._noted = self._traced = traced.NOTHING
@@ -209,13 +210,13 @@ class GradScaler(Joining, Diagnosing):
         if scale is None:
             self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
+        if backend.transforming():  # its tensors mean nothing once it is over
+            return outputs * scale.to(outputs.device, non_blocking=True)
         if self._window is not None:
             self._window.begin()
-        if self._guide.fresh:
-            self._assumed = False
-            self._guide.first_loss(self, outputs)
+        self._notice(outputs)
         if outputs.numel() == 1:
-            self._losses.append(outputs.detach().clone())
+            self._losses.append(backend.noted(outputs))
             if "loss" in self._rule.wants:
                 self._foresee(outputs.reshape(()))
         if scale.device != outputs.device:
@@ -248,14 +249,20 @@ class GradScaler(Joining, Diagnosing):
         self._piped = True
         return scaled_loss(self, function) if self._enabled else function
 
+    def _notice(self, loss: torch.Tensor) -> None:
+        """Look at a loss that comes too late, or that is one of the first."""
+        if self._per_optimizer_states:
+            self._expect_another()
+        if self._guide.fresh:
+            self._assumed = False
+            self._guide.first_loss(self, loss)
+
     def _met(self, loss: torch.Tensor) -> torch.Tensor:
         """Take note of a loss; give the scale on its device."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(loss.device)
-        if self._guide.fresh:
-            self._assumed = False
-            self._guide.first_loss(self, loss)
-        self._losses.append(loss.detach().clone())
+        self._notice(loss)
+        self._losses.append(backend.noted(loss))
         return self._home_scale().to(loss.device, non_blocking=True)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -273,12 +280,12 @@ class GradScaler(Joining, Diagnosing):
             self._write_multiplier(optimizer, record)
             return
         found = torch.zeros_like(scale)
-        flags = self._unscale_grads_(optimizer, backend.reciprocal(scale), found, False)
+        flags = self._unscale_grads_(optimizer, self._inverse(scale), found, False)
         self._agree(record, flags)
         record["stage"] = OptState.UNSCALED
         record["groups"] = optimizer.param_groups
         if not self._strict and "stepping" not in record:
-            self._note_unscaled(optimizer, record)
+            record["looked"] = Look(optimizer)
 
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
@@ -304,7 +311,7 @@ class GradScaler(Joining, Diagnosing):
         if len(self._per_optimizer_states) > 1:
             self._refuse_alias(optimizer, record)
         self._guide.before_step(self, optimizer)
-        if "order" in record:  # after `unscale_` alone torch lets it pass
+        if "looked" in record:
             self._refuse_changed(record, "step")
         scale = self._frozen_scale()
         if self._window is not None:
@@ -323,6 +330,7 @@ class GradScaler(Joining, Diagnosing):
                 raise words.no_gradients(self._guide.why_no_gradients(optimizer))
             result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record["stage"] = OptState.STEPPED
+        record.pop("looked", None)
         self._report(optimizer, record, scale)
         return result
 

@@ -48,6 +48,9 @@ class Spikes:
         self._known: list[Any] = []
         self._states: list[SpikeState] = []
 
+    def __reduce__(self) -> Any:
+        return _spikes, (self.guard, self.saved())
+
     def look(self, optimizer: Any, norm: torch.Tensor) -> tuple[Any, Any]:
         """Give the flag of a spike and the coefficient that clips it.  float32 []."""
         index = self._index(optimizer)
@@ -83,6 +86,12 @@ class Spikes:
         """Go on from there; optimizers are met again in the same order."""
         self._known = []
         self._states = [SpikeState(*numbers) for numbers in saved]
+
+
+def _spikes(guard: SpikeGuard, saved: list[list[float]]) -> Spikes:
+    made = Spikes(guard)
+    made.load(saved)
+    return made
 
 
 class Spiking(Clipping):

@@ -10,14 +10,14 @@ from buoy.torch import verdicts
 from buoy.torch.takers import unscales_in_place
 
 if TYPE_CHECKING:
-    from buoy.torch.fingerprint import Fingerprint
+    from buoy.torch.fingerprint import Mark
     from buoy.torch.report import Reporting
 
 __all__ = ["LastStep"]
 
 Number = float | torch.Tensor
 # The parameters that a survey looked at, and the norm of each one's gradient.
-Parts = tuple[list[weakref.ref[torch.Tensor]], tuple[torch.Tensor, ...]]
+Parts = tuple[list[weakref.ref[torch.Tensor]], tuple[torch.Tensor, ...] | torch.Tensor]
 
 
 class LastStep:
@@ -39,26 +39,21 @@ class LastStep:
         (True, 4.0)
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_applied",
-        "_groups",
-        "_handed",
-        "_losses",
-        "_mark",
-        "_next",
-        "_norm",
-        "_offenders",
-        "_optimizer",
-        "_parts",
-        "_scale",
-        "_scaler",
-        "_spike",
-        "_verdict",
-        "found",
-        "partner",
-        "stale",
-    )
+    # Set where there is something to say: one of these is made in every step.
+    found: torch.Tensor | None
+    stale = False
+    partner = False  # skipped because of another one of a joint iteration
+    _next: Number | None = None
+    _applied: bool | None = None
+    _verdict: Verdict | None = None
+    _norm: Number | None = None
+    _parts: Parts | None = None
+    _offenders: tuple[str, ...] | None = None
+    _groups: tuple[int, ...] | None = None
+    _losses: "tuple[Number, ...]" = ()
+    _mark: "Mark" = []  # noqa: RUF012 - the first gradient, as the step left it
+    _spike: torch.Tensor | None = None
+    _handed = False  # the gradients were left to the optimizer to unscale
 
     def __init__(
         self,
@@ -71,19 +66,6 @@ class LastStep:
         self._optimizer = _reference(optimizer)
         self.found = found
         self._scale = scale
-        self._next: Number | None = None
-        self._applied: bool | None = None
-        self._verdict: Verdict | None = None
-        self._norm: Number | None = None
-        self._parts: Parts | None = None
-        self._offenders: tuple[str, ...] | None = None
-        self._groups: tuple[int, ...] | None = None
-        self._losses: tuple[torch.Tensor, ...] = ()
-        self._mark: Fingerprint = []  # the first gradient, as the step left it
-        self._spike: torch.Tensor | None = None
-        self._handed = False  # the gradients were left to the optimizer to unscale
-        self.stale = False
-        self.partner = False  # skipped because of another one of a joint iteration
 
     @property
     def applied(self) -> bool:

@@ -30,12 +30,14 @@ class Survey(NamedTuple):
 
     found: torch.Tensor  # float32 []: 1 if any would not be finite after unscaling
     norm: torch.Tensor | None = None  # float []: of all, exact where finite
-    parts: tuple[torch.Tensor, ...] = ()  # float []: of each, in order of the owners
+    # float []: of each, in order of the owners; stacked where that was done anyway
+    parts: tuple[torch.Tensor, ...] | torch.Tensor = ()
     amax: torch.Tensor | None = None  # float32 []: the largest magnitude
 
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _TINY = 1e-6  # torch's own guard against dividing by zero
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _LARGE = 8192  # elements per gradient from which on summing beats the amp kernel
 
 
@@ -104,6 +106,8 @@ def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
     """Take the norm of all gradients, and the check from it."""
     if not gathered.grads:
         return Survey(torch.zeros_like(inverse), torch.zeros_like(inverse))
+    if gathered.plain and backend.in_host_memory(inverse):
+        return _measure_plainly(gathered.grads, order, inverse)
     home = inverse.device
     parts: dict[int, torch.Tensor] = {}
     totals, sizes = [], []
@@ -120,6 +124,23 @@ def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
     found = _overflows(sizes, inverse, [bucket.dtype for bucket in gathered.buckets])
     ordered = tuple(parts[id(grad)] for grad in gathered.grads)
     return Survey(found=found, norm=norm, parts=ordered)
+
+
+def _measure_plainly(
+    grads: list[torch.Tensor], order: float, inverse: torch.Tensor
+) -> Survey:
+    """Do the same for float32 in the host's memory, where the check costs nothing."""
+    parts = torch.stack(backend.norms(grads, order))
+    total = backend.whole(torch.linalg.vector_norm(parts, order))
+    norm, biggest = _settled(grads, order, total)
+    size = seen_by_host(biggest)
+    if size is None:
+        found = _overflows([biggest], inverse, [torch.float32])
+    else:
+        times = size * backend.peek(inverse)  # NaN for 0 * inf, which fits nowhere
+        fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
+        found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
+    return Survey(found=found, norm=norm, parts=parts)
 
 
 def _settled(
@@ -143,9 +164,13 @@ def _settled(
     return torch.where(backend.nonfinite(total), bound, total), biggest
 
 
-def clipping(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clipping(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
     """Give what gradients of this norm are multiplied by; 1 if it is small enough."""
-    return (max_norm / (norm + _TINY)).clamp(max=1.0)
+    if not isinstance(max_norm, torch.Tensor):
+        if max_norm == math.inf:
+            return torch.ones_like(norm)  # a bound of a norm may be inf: see `_settled`
+        return (max_norm / (norm + _TINY)).clamp(max=1.0)
+    return (max_norm / (norm + _TINY)).clamp(max=1.0).nan_to_num(nan=1.0)
 
 
 def _overflows(

@@ -51,8 +51,8 @@ class Undo:
         for param, old in self._params:
             param.copy_(old)
         groups = self._optimizer.param_groups
-        for group, settings in zip(groups, self._settings, strict=True):
-            group.update(settings)
+        for group, settings in zip(groups, self._settings, strict=False):
+            group.update(settings)  # a group that was added since stays as it is
         state = getattr(self._optimizer, "state", {})
         for param in [param for param in state if param not in self._state]:
             del state[param]

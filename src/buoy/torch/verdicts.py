@@ -22,8 +22,8 @@ __all__ = ["EXPLAINED", "HISTORY", "judge", "poisoned"]
 
 def judge(
     optimizer: Any,
-    losses: Sequence[torch.Tensor],
-    history: Sequence[torch.Tensor],
+    losses: Sequence[float | torch.Tensor],
+    history: Sequence[float | torch.Tensor],
     *,
     stale: bool,
     sound: bool = False,
