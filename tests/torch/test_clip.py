@@ -407,3 +407,49 @@ def test_a_norm_beyond_float32_of_finite_gradients_makes_no_nan(
     assert weight.isfinite().all()
     assert all(value.isfinite().all() for value in optimizer.state[weight].values())
     assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("policy", [None, "headroom"])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_no_dtype_hides_what_is_not_finite(
+    dtype, bad, policy, clip, fused, hidden, monkeypatch
+):
+    """Alone or beside others, whoever looks at it."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    params = [
+        torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (dtype, torch.float32)
+    ]
+    optimizer = torch.optim.AdamW(params, lr=0.01, fused=fused)
+    scaler = GradScaler("cpu", policy=policy)
+    scaler.scale(sum(param.float().sum() for param in params)).backward()
+    params[0].grad[1] = bad
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.applied
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("fused", [True, False])
+def test_finite_gradients_whose_norm_float32_cannot_hold_are_applied(order, fused):
+    """Nothing about them is non-finite; without the scale their norm fits, too."""
+    weight = torch.nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**100)
+    scaler.scale(weight.sum()).backward()
+    weight.grad.fill_(3e38)
+    plain = 3e38 / 2.0**100
+    norm = scaler.clip_grad_norm_(optimizer, 1e3, norm_type=order)
+    scaler.step(optimizer)
+    scaler.update()
+    count = 1.0 if order == math.inf else 64.0 ** (1.0 / order)
+    assert norm.item() == pytest.approx(plain * count, rel=1e-5)
+    assert scaler.last_step.applied
+    torch.testing.assert_close(weight.detach(), torch.full((64,), 1.0 - 1e3 / count))

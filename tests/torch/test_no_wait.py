@@ -149,6 +149,7 @@ NEVER = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
+    "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]),
 }
 
 

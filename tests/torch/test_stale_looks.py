@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.amp.grad_scaler import OptState
 
 from buoy.torch import GradientsChangedError, GradScaler
 
@@ -145,3 +146,17 @@ def test_gradients_changed_by_hand_after_another_model_s_loss_are_the_user_s():
         scaler.step(optimizer)
     scaler.update()
     assert torch.equal(first, torch.full((2,), 0.95))
+
+
+def test_a_stage_that_is_set_back_by_hand_is_looked_at_again():
+    """As loops for SAM do between their two backward passes."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu")
+    backward(scaler, optimizer, param)
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+    backward(scaler, optimizer, param)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(param.detach(), torch.full((2,), 0.9))

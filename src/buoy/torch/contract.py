@@ -95,7 +95,11 @@ class Contract(TorchGradScaler):
 
     def _refuse_changed(self, record: dict[str, Any], method: str) -> None:
         """Refuse gradients that another backward pass has made since they were seen."""
-        if "looked" in record and record["looked"].outdated():
+        if "looked" not in record:
+            return
+        if record["stage"] is OptState.READY and "multiplier" not in record:
+            return  # somebody has set it back, to look again
+        if record["looked"].outdated():
             raise words.changed(method)
 
     def _expect_another(self) -> None:

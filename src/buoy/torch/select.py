@@ -30,6 +30,7 @@ _KNOWN = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.Rprop,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),  # torch >= 2.9
 )
 
 

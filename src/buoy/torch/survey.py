@@ -121,7 +121,7 @@ def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
     norm = totals[0]
     if len(totals) > 1:
         norm = torch.linalg.vector_norm(torch.stack(totals), order)
-    found = _overflows(sizes, inverse, [bucket.dtype for bucket in gathered.buckets])
+    found = _overflows(sizes, inverse)
     ordered = tuple(parts[id(grad)] for grad in gathered.grads)
     return Survey(found=found, norm=norm, parts=ordered)
 
@@ -135,7 +135,7 @@ def _measure_plainly(
     norm, biggest = _settled(grads, order, total)
     size = seen_by_host(biggest)
     if size is None:
-        found = _overflows([biggest], inverse, [torch.float32])
+        found = _overflows([biggest], inverse)
     else:
         times = size * backend.peek(inverse)  # NaN for 0 * inf, which fits nowhere
         fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
@@ -150,18 +150,23 @@ def _settled(
     if order == math.inf:
         return total, total
     if order <= 0.0:  # such a norm may be finite though an element is not
-        return total, backend.amax(grads)
+        return total, _biggest(grads)
     seen = seen_by_host(total)
     if seen is not None:
-        if not math.isfinite(seen):
-            total = backend.whole(backend.exact_norm(grads, order))
-        return total, total
-    biggest = backend.amax(grads)
+        if math.isfinite(seen):
+            return total, total
+        return backend.whole(backend.exact_norm(grads, order)), _biggest(grads)
+    biggest = _biggest(grads)
     # Without float64 the norm of a finite overflow is bounded from above: such a step
     # is clipped harder than need be, and is not called non-finite.
     count = float(sum(grad.numel() for grad in grads))
     bound = biggest * count ** (1.0 / order)
     return torch.where(backend.nonfinite(total), bound, total), biggest
+
+
+def _biggest(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Find the largest magnitude on this rank, in float32 or wider; inf and NaN win."""
+    return torch.stack(backend.norms(list(map(backend.local, grads)), math.inf)).max()
 
 
 def clipping(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
@@ -173,25 +178,26 @@ def clipping(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor
     return (max_norm / (norm + _TINY)).clamp(max=1.0).nan_to_num(nan=1.0)
 
 
-def _overflows(
-    sizes: list[torch.Tensor], inverse: torch.Tensor, dtypes: list[torch.dtype]
-) -> torch.Tensor:
-    """Say whether a size is non-finite, or would be once unscaled.  float32 []."""
-    wide = torch.float64 in dtypes
-    limit = torch.finfo(torch.float64 if wide else torch.float32).max
-    before = torch.stack(sizes) if len(sizes) > 1 else sizes[0]
-    after = torch.maximum(before, before * inverse)
-    return (after <= limit).all().logical_not().float()
+def _overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
+    """Say whether a size is non-finite, or would be once unscaled.  float32 [].
+
+    Each in its own dtype: no number of float64 is a limit that float32 can be held to.
+    """
+    bad = [
+        backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
+        for size in sizes
+    ]
+    return (bad[0] if len(bad) == 1 else torch.stack(bad).any()).float()
 
 
 def largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
     """Find the largest magnitude, and the check from it."""
     sizes = [
-        backend.amax(grads).to(inverse.device, non_blocking=True)
+        _biggest(grads).to(inverse.device, non_blocking=True)
         for _, _, grads in gathered.buckets
     ]
-    found = _overflows(sizes, inverse, [bucket.dtype for bucket in gathered.buckets])
-    return Survey(found=found, amax=torch.stack(sizes).max())
+    found = _overflows(sizes, inverse)
+    return Survey(found=found, amax=torch.stack(sizes).max().float())
 
 
 def offenders(optimizer: Any) -> list[torch.Tensor]:
