@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,29 @@ def test_a_package_that_is_missing_costs_the_sink_alone(tmp_path, monkeypatch):
         recorder.flush()
     recorder.close()
     assert values(Row(0, 0.0, 1.0, True)) == {"scale": 1.0, "skipped": 0.0}
+
+
+def test_a_recorder_may_be_closed_by_its_own_thread(tmp_path):
+    """Where garbage is collected is not for us to say; nothing waits for itself."""
+    made, errors, closed = [], [], threading.Event()
+
+    class Closing:
+        def write(self, *_):
+            try:
+                made[0]._close()  # as when the last reference goes away here
+            except RuntimeError as error:
+                errors.append(error)
+            closed.set()
+
+        def close(self):
+            """Have nothing to close."""
+
+    made.append(Recorder(tmp_path / "run.buoy", sinks=[Closing()]))
+    scaler = GradScaler("cpu", trace=made[0])
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert closed.wait(30)
+    assert not errors

@@ -40,7 +40,7 @@ def plan(
     elif shares.known(optimizer):
         ahead = _NORM
     said = torch.full((), ahead, dtype=torch.float32, device=home)
-    doubted = shares.doubted(optimizer, seen.parts) if ahead == _NORM else []
+    doubted = shares.doubted(optimizer, tuple(seen.parts)) if ahead == _NORM else []
     if doubted:
         some = torch.stack([part.to(home) for part in doubted]).max() > 0
         said = torch.where(some, _COMPARE, said)

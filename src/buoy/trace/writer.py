@@ -116,6 +116,8 @@ class Writer:
             return
         self._done = True
         self._wake.set()
+        if self._thread is threading.current_thread():
+            return  # a recorder that was collected here: the thread goes on to its end
         self._thread.join(self._patience)
         if self._thread.is_alive():
             self.news.append(
