@@ -130,19 +130,45 @@ def guarded_without_gradients() -> Any:
     return scaler.last_step.applied, scaler.last_step.norm
 
 
-def optimizers_come_and_go() -> int:
+def optimizers_come_and_go(replaced: str) -> int:
     """Clip with optimizers whose places in memory others had, on some ranks."""
     scaler, kept, places = GradScaler("cpu", 64.0), [], set()
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(12):
-        model = layer()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if replaced == "parameters":
+            model = layer()
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        elif replaced == "optimizer":
+            del optimizer
+            gc.collect(1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            del model, optimizer
+            gc.collect(1)
+            model = layer()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         places.add(id(optimizer))
         if dist.get_rank() == 1 and step % 2:
             kept.append((model, optimizer))
+        optimizer.zero_grad()
         scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
-        del model, optimizer
-        gc.collect(1)
     return len(places)
+
+
+def underflowing(who: int | None) -> Any:
+    """Let a rank's gradients be too small in part; give what the policy made of it."""
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = GradScaler("cpu", policy="headroom")
+    for _ in range(34):  # of which three count small gradients
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+        if dist.get_rank() == who:
+            model.bias.grad.fill_(2.0**-23)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.state_dict()["buoy"]["state"]

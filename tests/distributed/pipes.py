@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from buoy.torch import GradScaler
 
@@ -82,3 +88,53 @@ def whole() -> Any:
         scaler.update()
         scales.append(scaler.get_scale())
     return scales, seen, [p.detach().clone() for p in model.parameters()]
+
+
+# -- four stages, two on each rank ----------------------------------------------------
+
+
+def four() -> list[nn.Module]:
+    """Make four stages, always the same."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+
+
+def looped(kind: str, overflow: bool) -> Any:
+    """Run a rank's two stages; with an overflow, the first rank's overflows once."""
+    rank, scaler, cpu = dist.get_rank(), GradScaler("cpu", 64.0), torch.device("cpu")
+    stages = {place: four()[place] for place in (rank, 2 + rank)}
+    made = [PipelineStage(stage, place, 4, cpu) for place, stage in stages.items()]
+    schedule = {
+        "interleaved": ScheduleInterleaved1F1B,
+        "zero bubble": ScheduleInterleavedZeroBubble,
+    }[kind](made, PARTS, loss_fn=scaler.loss_fn(mse))
+    mine = nn.ModuleList(stages.values())
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    norms = []
+    for step in range(4):
+        optimizer.zero_grad()
+        x, _ = batch(step)
+        schedule.step(x) if rank == 0 else schedule.step(target=x.flip(1))
+        if overflow and (step, rank) == (1, 0):
+            next(mine.parameters()).grad[0, 0] = torch.inf
+        norms.append(scaler.clip_grad_norm_(optimizer, 1e9).item())
+        scaler.step(optimizer)
+        scaler.update()
+    weights = {place: [*stages[place].parameters()] for place in stages}
+    return norms, scaler.get_scale(), weights
+
+
+def straight(overflow: bool) -> Any:
+    """Run all four in one process, without a scaler; leave out what overflows."""
+    stages = four()
+    model = nn.Sequential(*stages)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for step in range(4):
+        optimizer.zero_grad()
+        x, _ = batch(step)
+        mse(model(x), x.flip(1)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+        if not (overflow and step == 1):
+            optimizer.step()
+    return norms, [[*stage.parameters()] for stage in stages]

@@ -1,9 +1,12 @@
 """What crews are asked to do where ranks do different things in the same step."""
 
+import copy
+import math
+import pickle
 from typing import Any
 
 import torch
-from tasks import layer
+from tasks import layer, one_step
 from torch import distributed as dist
 
 from buoy.torch import GradScaler, RankMismatchError
@@ -45,3 +48,30 @@ def own_line() -> Any:
     scaler.step(optimizer)
     (line,) = scaler._ranks.lines(torch.device("cpu"))
     return dist.get_backend(), line is dist.group.WORLD
+
+
+def copied(given: bool) -> Any:
+    """Copy a scaler that agrees with a group, or with nobody; say who skips."""
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = dist.new_group() if given else ()
+    scaler = GradScaler("cpu", 64.0, process_group=group)
+    one_step(scaler, model, optimizer)
+    again = pickle.loads(pickle.dumps(scaler))  # noqa: S301 - it is ours
+    copies = [copy.deepcopy(scaler), again]
+    bad = math.inf if dist.get_rank() == 1 else None
+    members = [scaler, *copies, scaler.group("another")]
+    found = [one_step_of(member, model, optimizer, bad) for member in members]
+    return found, [member.get_scale() for member in members]
+
+
+def one_step_of(scaler: Any, model: Any, optimizer: Any, bad: float | None) -> bool:
+    """Take a step with a scaler, or with a group of one."""
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+    if bad is not None:
+        model.weight.grad[0, 0] = bad
+    scaler.step(optimizer)
+    root = scaler if scaler._parent is None else scaler._parent()
+    root.update()
+    return scaler.last_step.applied

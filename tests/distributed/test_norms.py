@@ -96,8 +96,9 @@ def test_a_guard_sees_the_norm_of_who_has_gradients(crew_of):
     assert 0.0 < one[1] < math.inf
 
 
-def test_a_new_optimizer_is_compared_anew(crew_of):
+@pytest.mark.parametrize("replaced", ["optimizer", "parameters", "both"])
+def test_a_new_optimizer_is_compared_anew(replaced, crew_of):
     """Though it lies where another one lay, on this rank or on that."""
-    places = crew_of(2).run(measures.optimizers_come_and_go)
+    places = crew_of(2).run(measures.optimizers_come_and_go, replaced)
 
     assert min(places) < 12  # or it would show nothing

@@ -25,3 +25,17 @@ def test_a_policy_that_looks_at_the_loss_runs_in_a_pipeline(crew_of):
     runs = crew_of(2).run(pipes.staged, "1f1b", "headroom")
 
     assert runs[0][0] == runs[1][0]
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("kind", ["interleaved", "zero bubble"])
+def test_ranks_may_hold_several_stages(kind, overflow, crew_of):
+    """Whatever the schedule, it is the same network."""
+    norms, stages = pipes.straight(overflow)
+    for found, scale, weights in crew_of(2).run(pipes.looped, kind, overflow):
+        assert scale == (32.0 if overflow else 64.0)
+        for step, norm in enumerate(found):
+            if not (overflow and step == 1):
+                assert norms[step] == pytest.approx(norm, rel=1e-6)
+        for place, some in weights.items():
+            torch.testing.assert_close(some, stages[place], rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """Ranks that differ, stay away, have nothing, or form groups of their own."""
 
+import measures
 import pytest
 import strays
 import tasks
@@ -225,3 +226,24 @@ def test_a_loss_that_jumps_on_one_rank_is_foreseen_by_all(silent, crew_of):
 
     assert runs[0] == runs[1]
     assert runs[0][10] <= runs[0][9] / 2**10
+
+
+def test_gradients_too_small_on_one_rank_are_so_for_all(crew_of):
+    """Of the share that underflows, ranks take the largest."""
+    nobody, one, other = (
+        crew_of(2).run(measures.underflowing, who) for who in (None, 0, 1)
+    )
+
+    for runs in (nobody, one, other):
+        assert runs[0] == runs[1]
+    assert nobody[0] != one[0]
+    assert one[0] == other[0]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_copies_agree_with_whom_the_scaler_did(given, crew_of):
+    """A pickle knows no group, and all ranks are this one's; groups of it follow."""
+    for rank, (applied, scales) in enumerate(crew_of(2).run(strays.copied, given)):
+        fine = not given and rank == 0
+        assert [fine] * 4 == applied
+        assert [64.0 if fine else 32.0] * 4 == scales

@@ -50,6 +50,7 @@ def test_a_rank_may_have_no_data_at_all(crew_of):
         ("a bad start", [1, 5, 3]),
         ("two losses", [2, 5, 3]),
         ("a group apart", [2, 5, 3]),
+        ("by hand", [2, 5, 3]),
     ],
 )
 def test_what_the_others_do_need_not_be_known(kind, counts, crew_of):

@@ -70,6 +70,8 @@ def odd(kind: str, counts: list[int]) -> Any:
                 model.module[0].weight.grad[0, 0] = math.inf
             if kind != "two losses":
                 grads = [p.grad / scaler.get_scale() for p in model.parameters()]
+                if kind == "by hand":
+                    scaler.unscale_(optimizer)
                 norm = scaler.clip_grad_norm_(optimizer, 1.0).item()
                 pairs.append((norm, get_total_norm(grads).item()))
             scaler.step(optimizer)

@@ -177,7 +177,7 @@ class Grouping(Spiking):
         if "policy" in options:  # the parent's numbers are those of its own rule
             inherited |= {**DEFAULTS, "min_scale": None, "max_scale": None}
         made = type(self)(**{**inherited, **options})
-        made._name = name
+        made._name, made._ranks = name, self._ranks
         made._parent = weakref.ref(self)
         self._adopt(made)
         if name in self._waiting and self._enabled:

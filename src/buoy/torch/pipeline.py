@@ -17,7 +17,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)
-        return loss.view_as(loss)
+        return loss.clone()  # zero-bubble schedules detach it in place: no view
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -174,8 +174,9 @@ class Ranks:
         return here, [rank for rank in ranks if rank not in here]
 
     def __reduce__(self) -> Any:
-        # A group belongs to its process: what is loaded elsewhere starts with all.
-        return (Ranks, ())
+        # A group belongs to its process: what is loaded elsewhere starts with all,
+        # and who agrees with nobody goes on alone.
+        return (Ranks, ((),) if self._given == [] else ())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
         return self

@@ -148,7 +148,6 @@ class GradScaler(Joining, Diagnosing):
             "sync": sync,
             "fp16_params": fp16_params,
             "strict_torch": strict_torch,
-            "process_group": process_group,
             "on_mismatch": on_mismatch,
             "skip": skip,
             "spike_guard": spike_guard,
