@@ -136,10 +136,7 @@ def optimizers_come_and_go(replaced: str) -> int:
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(12):
-        if replaced == "parameters":
-            model = layer()
-            optimizer.param_groups[0]["params"] = list(model.parameters())
-        elif replaced == "optimizer":
+        if replaced == "optimizer":
             del optimizer
             gc.collect(1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,6 +154,21 @@ def optimizers_come_and_go(replaced: str) -> int:
         scaler.step(optimizer)
         scaler.update()
     return len(places)
+
+
+def replaced_parameters() -> list[float]:
+    """Give one optimizer a part that all ranks hold, then one of each rank's own."""
+    scaler, found = GradScaler("cpu", 1.0), []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1)
+    for own in (0.0, 1.0):
+        part = nn.Parameter(torch.arange(4.0) + own * dist.get_rank())
+        part.grad = torch.ones(4)
+        optimizer.param_groups[0]["params"] = [part]
+        scaler.scale(torch.zeros((), requires_grad=True))
+        found.append(scaler.clip_grad_norm_(optimizer, 1e9).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return found
 
 
 def underflowing(who: int | None) -> Any:

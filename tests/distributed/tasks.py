@@ -236,6 +236,7 @@ def overlaps(fused: bool) -> bool:
     model = layer()
     optimizer = OPTIMIZERS["fused" if fused else "sgd"](model.parameters())
     scaler = GradScaler("cpu", 64.0)
+    one_step(scaler, model, optimizer)  # makes the group, and that all ranks do at once
     scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
     key = f"looked {fused}"
     if dist.get_rank() == 1:

@@ -96,9 +96,15 @@ def test_a_guard_sees_the_norm_of_who_has_gradients(crew_of):
     assert 0.0 < one[1] < math.inf
 
 
-@pytest.mark.parametrize("replaced", ["optimizer", "parameters", "both"])
+@pytest.mark.parametrize("replaced", ["optimizer", "both"])
 def test_a_new_optimizer_is_compared_anew(replaced, crew_of):
     """Though it lies where another one lay, on this rank or on that."""
     places = crew_of(2).run(measures.optimizers_come_and_go, replaced)
 
     assert min(places) < 12  # or it would show nothing
+
+
+def test_other_parameters_are_compared_anew(crew_of):
+    """Though there are as many as before, in the same optimizer."""
+    for found in crew_of(2).run(measures.replaced_parameters):
+        assert [2.0, math.sqrt(8.0)] == pytest.approx(found, rel=1e-6)

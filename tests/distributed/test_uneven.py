@@ -65,6 +65,17 @@ def test_what_the_others_do_need_not_be_known(kind, counts, crew_of):
             assert true == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "counts", [[[4, 8]], [[3, 8]], [[4, 8], [0, 4]], [[4, 8], [1, 4]]]
+)
+def test_data_may_end_within_a_window(counts, crew_of):
+    """And a rank that has none in one epoch goes by what it did in another."""
+    one, two = crew_of(2).run(uneven.windows, counts)
+
+    assert one == two
+    assert sum(max(epoch) for epoch in counts) // 2 == one["turn"]
+
+
 def test_nobody_is_followed_where_the_first_end_ends_all(crew_of):
     """So a policy is shown losses as always."""
     for message, uneven_still, listeners in crew_of(2).run(uneven.ended_early):

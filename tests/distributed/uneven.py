@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,6 +79,25 @@ def odd(kind: str, counts: list[int]) -> Any:
             scaler.update()
     held = {**scaler.state_dict(), "turn": scaler._turn}
     return pairs, held, ordinary(model, optimizer, scaler)
+
+
+def windows(counts: list[list[int]]) -> Any:
+    """Accumulate over two batches, in so many epochs of so many batches per rank."""
+    model, optimizer, scaler = trainer("sgd", None)
+    for epoch in counts:
+        optimizer.zero_grad()
+        with warnings.catch_warnings(), Join([model, scaler]):
+            for batch in range(epoch[dist.get_rank()]):
+                shared = nullcontext() if batch % 2 else model.no_sync()
+                with shared:
+                    scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+                if batch % 2:
+                    scaler.unscale_(optimizer)
+                    scaler.clip_grad_norm_(optimizer, 1.0)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+    return {**scaler.state_dict(), "turn": scaler._turn}
 
 
 def ended_early() -> Any:

@@ -34,9 +34,10 @@ class Joining(Retrying):
         """
         if self._enabled and (self._groups or self._spikes is not None):
             raise OptionError(_NOT_FOLLOWED)
-        if self._shadow is not None:
-            self._shadow.post_hook()
-        self._shadow = Shadow(self)
+        before = self._shadow
+        if before is not None:
+            before.post_hook()
+        self._shadow = Shadow(self, before)
         if self._enabled and self._ranks.groups():
             # Everybody is here now, even who has no data at all.
             self._ranks.lines(torch.device(self._device))
@@ -91,11 +92,13 @@ _FIRST = (
 class Shadow:
     """Follows the others' decisions on a rank that has no data left."""
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: Any, before: "Shadow | None" = None) -> None:
         self._scaler = scaler
         self._batches = 1  # forward passes per update
-        self._passed = 0  # of them, since the last
         self._questions = ["agree"]
+        if before is not None:  # an earlier epoch's, should this one have no data here
+            self._batches, self._questions = before._batches, before._questions
+        self._passed = 0  # forward passes since the last update
         self._repeats = False
         self._counting: Any = None
 
