@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tasks import layer, one_step
 from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 from buoy.torch import GradScaler, RankMismatchError
 
@@ -48,6 +49,22 @@ def own_line() -> Any:
     scaler.step(optimizer)
     (line,) = scaler._ranks.lines(torch.device("cpu"))
     return dist.get_backend(), line is dist.group.WORLD
+
+
+def kept_low() -> str:
+    """Let FSDP1 keep gradients in FP16 beside parameters in FP32."""
+    half = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
+    model = FullyShardedDataParallel(
+        layer(), mixed_precision=half, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 64.0)
+    scaler.scale(model(torch.ones(4, 3).half()).float().square().mean()).backward()
+    try:
+        scaler.step(optimizer)
+    except ValueError as error:
+        return str(error)
+    return "nothing happened"
 
 
 def copied(given: bool) -> Any:

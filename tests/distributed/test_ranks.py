@@ -247,3 +247,10 @@ def test_copies_agree_with_whom_the_scaler_did(given, crew_of):
         fine = not given and rank == 0
         assert [fine] * 4 == applied
         assert [64.0 if fine else 32.0] * 4 == scales
+
+
+def test_gradients_that_fsdp_keeps_in_fp16_are_called_so(crew_of):
+    """Their parameters are FP32 as ever: nobody cast them."""
+    for message in crew_of(2).run(strays.kept_low):
+        assert "FP16 gradients" in message
+        assert "Something cast them" not in message

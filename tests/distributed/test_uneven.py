@@ -51,6 +51,7 @@ def test_a_rank_may_have_no_data_at_all(crew_of):
         ("two losses", [2, 5, 3]),
         ("a group apart", [2, 5, 3]),
         ("by hand", [2, 5, 3]),
+        ("a sharded optimizer", [2, 5, 3]),
     ],
 )
 def test_what_the_others_do_need_not_be_known(kind, counts, crew_of):

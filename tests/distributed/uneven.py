@@ -10,6 +10,7 @@ from tasks import OPTIMIZERS
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
@@ -57,8 +58,11 @@ def odd(kind: str, counts: list[int]) -> Any:
     model, optimizer, scaler = trainer("sgd", None)
     if kind == "a group apart":
         scaler = GradScaler("cpu", 64.0, process_group=dist.new_group())
-    pairs = []
-    with warnings.catch_warnings(), Join([model, scaler]):
+    joined, pairs = [model, scaler], []
+    if kind == "a sharded optimizer":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        joined.append(optimizer)
+    with warnings.catch_warnings(), Join(joined):
         for step in range(counts[dist.get_rank()]):
             optimizer.zero_grad()
             x = torch.full((2, 3), 1.0 + step + dist.get_rank())

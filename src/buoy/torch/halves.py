@@ -91,6 +91,6 @@ class Halves:
         self, optimizer: Any, names: Names, halves: list[torch.Tensor]
     ) -> None:
         wide = self._wide.get(optimizer, ()) if self._wide else ()
-        drifted = [param for param in halves if id(param) in wide]
+        drifted = [p for p in halves if id(p) in wide and p.dtype is not torch.float32]
         if drifted:
             raise words.drifted(names.described(optimizer, drifted), drifted[0].dtype)
