@@ -80,6 +80,8 @@ class Shares:
     ) -> list[torch.Tensor]:
         """Pick, of something per gradient, what belongs to doubtful parameters."""
         found = self._held[id(optimizer)].found
+        if not found.doubts:
+            return []
         params = parameters_of(optimizer)
         doubtful = {id(params[place]) for place in found.doubts}
         mine = zip(owners(optimizer), parts, strict=True)
@@ -94,8 +96,11 @@ class Shares:
         params = parameters_of(optimizer)
         found = _compared(params, scaler, present=True)
         refs = [*map(weakref.ref, params)]
+        gone = [key for key, old in self._held.items() if old.optimizer() is None]
+        for key in {*gone, id(optimizer)}:
+            self._held.pop(key, None)
+            self._weights.pop(key, None)
         self._held[id(optimizer)] = _Held(_reference(optimizer), refs, found)
-        self._weights.pop(id(optimizer), None)
 
     def listen(self, scaler: "Contract") -> None:
         """Be there while others compare."""
