@@ -337,6 +337,14 @@ def _listed(packed: torch.Tensor) -> list[float]:
     return values
 
 
+def values(vector: torch.Tensor) -> list[float]:
+    """Read a vector of adjacent numbers; of the CPU's without asking anybody."""
+    if not in_host_memory(vector):
+        found: list[float] = vector.tolist()
+        return found
+    return (_Float * vector.numel()).from_address(vector.data_ptr())[:]
+
+
 def exact_norm(grads: Grads, order: float) -> torch.Tensor:
     """Take the norm of a CPU's gradients in float64, whose squares do not overflow."""
     parts = [torch.linalg.vector_norm(g, order, dtype=torch.float64) for g in grads]

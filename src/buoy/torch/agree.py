@@ -97,7 +97,7 @@ def settle(scaler: "Contract", record: dict[str, Any]) -> None:
         record["plan"] = vector[PLAN]
     found = vector[FOUND]
     if backend.in_host_memory(vector) or scaler._heals:
-        values = backend.read(list(vector))
+        values = backend.values(vector)
         if any(a != -b for a, b in zip(values[_SAME], values[_NEGATED], strict=True)):
             disagreed(scaler, record)
             found = torch.ones_like(found)
