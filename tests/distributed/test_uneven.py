@@ -85,6 +85,11 @@ def test_nobody_is_followed_where_the_first_end_ends_all(crew_of):
         assert [] == listeners
 
 
+def test_an_exception_leaves_nothing_behind(crew_of):
+    """Nobody tells the scaler that `Join` is over then."""
+    assert [0, 0] == crew_of(2).run(uneven.broken_off)
+
+
 def test_what_cannot_be_followed_is_refused(crew_of):
     """A guard's statistics would part from those of the other ranks."""
     for message in crew_of(2).run(uneven.not_followed):

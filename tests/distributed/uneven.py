@@ -1,8 +1,9 @@
 """What crews are asked to do when some ranks run out of data before others."""
 
+import gc
 import math
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
@@ -102,6 +104,18 @@ def windows(counts: list[list[int]]) -> Any:
                     scaler.update()
                     optimizer.zero_grad()
     return {**scaler.state_dict(), "turn": scaler._turn}
+
+
+def broken_off() -> int:
+    """Leave `Join` by an exception; count what is left once the scaler is gone."""
+    model, optimizer, scaler = trainer("sgd", None)
+    before = len(_global_forward_pre_hooks)
+    with suppress(KeyError), Join([model, scaler]):
+        ordinary(model, optimizer, scaler)
+        raise KeyError
+    del scaler
+    gc.collect()
+    return len(_global_forward_pre_hooks) - before
 
 
 def ended_early() -> Any:

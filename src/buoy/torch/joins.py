@@ -5,6 +5,7 @@ decide, so that its scale is theirs at the end.  What they ask to clip they anno
 when they agree; all else it repeats from its own last iteration.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -89,6 +90,10 @@ _FIRST = (
 )
 
 
+def _nobody(_: Any) -> None:
+    """Count nothing: who did is gone."""
+
+
 class Shadow:
     """Follows the others' decisions on a rank that has no data left."""
 
@@ -108,9 +113,14 @@ class Shadow:
         """Begin to take notes."""
         self._scaler._ranks.heard = []
         self._scaler._listeners.append(self)
-        self._counting = register_module_forward_pre_hook(self._announced)
+        counts = weakref.WeakMethod(self._announced)
+        self._counting = register_module_forward_pre_hook(
+            lambda module, _: (counts() or _nobody)(module)
+        )
+        # An exception leaves Join without a word.
+        weakref.finalize(self, self._counting.remove)
 
-    def _announced(self, module: Any, _: Any) -> None:
+    def _announced(self, module: Any) -> None:
         """Count the forward passes that joined ranks hear of."""
         config = module.__dict__.get("_join_config")
         if config is not None and config.enable and config.is_first_joinable:
