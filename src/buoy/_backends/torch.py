@@ -15,6 +15,7 @@ from torch._C import _functorch as functorch
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know
 
 __all__ = [
+    "NoGrad",
     "Window",
     "amax",
     "any_nonfinite",
@@ -155,6 +156,19 @@ def multiply_(grads: Grads, factor: torch.Tensor) -> None:
         torch._foreach_mul_(grads, factor)
     else:
         check_and_multiply_(grads, torch.zeros_like(factor), factor)
+
+
+class NoGrad:
+    """Do what `torch.no_grad()` does around a few lines, in a third of its time."""
+
+    __slots__ = ("_recording",)
+
+    def __enter__(self) -> None:
+        self._recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._recording)  # noqa: SLF001
 
 
 def any_nonfinite(grads: Grads) -> torch.Tensor:

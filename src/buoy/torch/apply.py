@@ -132,9 +132,9 @@ def handed_over(
             own = scale if own is None else scale * own
         one.grad_scale, one.found_inf = own, 0 if found is None else found
     try:
-        if found is None or scaler._strict:
-            return optimizer.step(*args, **kwargs)
-        return _plugged(optimizer, whom, record, args, kwargs)
+        if found is not None and not scaler._strict and holes.open_in(whom):
+            return _plugged(optimizer, whom, record, args, kwargs)
+        return optimizer.step(*args, **kwargs)
     finally:
         for one in whom:
             del one.grad_scale

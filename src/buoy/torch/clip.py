@@ -52,25 +52,20 @@ class Clipping(Reporting):
             >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
             tensor(10.)
         """
+        given = optimizer, max_norm, float(norm_type), error_if_nonfinite
         if not self._enabled:
-            return self._clip_as_torch(
-                optimizer, max_norm, norm_type, error_if_nonfinite
-            )
+            return self._clip_as_torch(*given)
         options.limit("max_norm", max_norm)
         if torch.compiler.is_compiling():
-            return traced.clip(
-                self, optimizer, max_norm, float(norm_type), error_if_nonfinite
-            )
+            return traced.clip(self, *given)
         if self._ranks.groups():
             options.shared_order(float(norm_type))
         record = self._record_to_clip(optimizer, "clip_grad_norm_")
         if record["stage"] is OptState.READY and self._unscales_otherwise():
             self.unscale_(optimizer)
         if record["stage"] is OptState.UNSCALED:
-            return self._clip_as_torch(
-                optimizer, max_norm, norm_type, error_if_nonfinite
-            )
-        with torch.no_grad():
+            return self._clip_as_torch(*given)
+        with backend.NoGrad():
             norm = self._surveyed_norm(optimizer, record, float(norm_type))
             if norm is None:
                 return torch.zeros((), dtype=torch.float32, device=self._home())

@@ -145,9 +145,7 @@ class Contract(TorchGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Check and multiply the gradients; return a flag per device (torch's way)."""
-        recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `torch.no_grad()` takes six times as long
-        try:
+        with backend.NoGrad():
             gathered = self._halves.gather(optimizer, self._names, allow_fp16)
             if self._guide.watching:
                 self._guide.before_look(optimizer)
@@ -166,8 +164,6 @@ class Contract(TorchGradScaler):
             survey.unscale(
                 gathered.buckets, inverse, found, check_result=self._may_overflow()
             )
-        finally:
-            torch._C._set_grad_enabled(recording)
         return found
 
     def _inverse(self, scale: torch.Tensor) -> torch.Tensor:
@@ -233,7 +229,7 @@ class Contract(TorchGradScaler):
             one, zero = torch.ones_like(scale), torch.zeros_like(scale)
             self._agree(record, self._unscale_grads_(optimizer, one, zero, True))
             return
-        with torch.no_grad():
+        with backend.NoGrad():
             gathered = self._halves.gather(optimizer, self._names)
             if self._guide.watching:
                 self._guide.before_look(optimizer)

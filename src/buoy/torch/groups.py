@@ -215,8 +215,9 @@ class Grouping(Spiking):
         self, optimizer: Any, record: dict[str, Any], scale: float | torch.Tensor
     ) -> LastStep:
         report = super()._report(optimizer, record, scale)
-        root = self._root()
-        root._last = root._reports[id(optimizer)] = report
+        if self._parent is not None:
+            root = self._root()
+            root._last = root._reports[id(optimizer)] = report
         if self._joint is not None:
             self._joint.after(record, report)
         return report

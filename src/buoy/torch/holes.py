@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["fill_momentum", "leaves"]
+__all__ = ["fill_momentum", "leaves", "open_in"]
 
 _MAX_NODES = 100_000
+
+
+def open_in(optimizers: tuple[Any, ...]) -> bool:
+    """Say whether one of these has a hole: the kernels of all but SGD are sound."""
+    return any(isinstance(one, torch.optim.SGD) for one in optimizers)
 
 
 def fill_momentum(optimizer: Any) -> None:

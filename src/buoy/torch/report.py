@@ -117,8 +117,8 @@ class Reporting(Contract):
         """Note what became of a step; look for culprits if the host knows of any."""
         found = apply.combined(record["found_inf_per_device"], self._home())
         report = LastStep(self, optimizer, found, scale)
-        if "norm" in record:
-            report._norm, report._parts = record["norm"], record.get("parts")
+        if "parts" in record or "norm" in record:
+            report._norm, report._parts = record.get("norm"), record.get("parts")
         if "handed" in record:
             report._handed = record["handed"]
         report._applied = record.get("finite") if found is not None else False

@@ -22,7 +22,7 @@ from buoy.torch.names import Names
 from buoy.torch.rule import FLOAT32_MAX, SMALLEST, Classic
 
 if TYPE_CHECKING:
-    from buoy.torch.scaler import GradScaler
+    from buoy.torch.persisting import Persisting
 
 __all__ = ["VERSION", "beyond", "growth_tracker", "load_beyond", "pickled", "unpickled"]
 
@@ -35,7 +35,7 @@ _TRANSIENT = {
 }  # fmt: skip
 
 
-def beyond(scaler: "GradScaler") -> dict[str, Any]:
+def beyond(scaler: "Persisting") -> dict[str, Any]:
     """Write what torch's five entries do not hold."""
     rule, kept = scaler._rule, _parts(scaler)
     if isinstance(rule, Governed):
@@ -48,7 +48,7 @@ def beyond(scaler: "GradScaler") -> dict[str, Any]:
     return {"buoy": {"version": VERSION, **kept}} if kept else {}
 
 
-def _parts(scaler: "GradScaler") -> dict[str, Any]:
+def _parts(scaler: "Persisting") -> dict[str, Any]:
     """Write what belongs neither to torch's rule nor to a policy."""
     kept: dict[str, Any] = {}
     if groups := scaler._save_groups():
@@ -62,7 +62,7 @@ def _parts(scaler: "GradScaler") -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value}
 
 
-def _load_parts(scaler: "GradScaler", kept: Any) -> None:
+def _load_parts(scaler: "Persisting", kept: Any) -> None:
     if not isinstance(kept, dict) or kept.get("version") != VERSION:
         return
     scaler._load_groups(kept.get("groups", {}))
@@ -73,7 +73,7 @@ def _load_parts(scaler: "GradScaler", kept: Any) -> None:
         scaler._attach(name, part)
 
 
-def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:
+def load_beyond(scaler: "Persisting", saved: dict[str, Any]) -> None:
     """Read it back; a state without it, torch's or another rule's, gives the scale."""
     rule, kept = scaler._rule, saved.get("buoy")
     _load_parts(scaler, kept)
@@ -104,7 +104,7 @@ def load_beyond(scaler: "GradScaler", saved: dict[str, Any]) -> None:
     rule.restore(scaler, state)
 
 
-def _usable(scaler: "GradScaler", scale: float) -> float:
+def _usable(scaler: "Persisting", scale: float) -> float:
     """Mend a saved scale that nothing could go on from, and say so."""
     rule = scaler._rule
     low, high = rule.low, rule.high
@@ -125,7 +125,7 @@ def _usable(scaler: "GradScaler", scale: float) -> float:
     return mended
 
 
-def _take_scale(scaler: "GradScaler", rule: Governed, saved: dict[str, Any]) -> None:
+def _take_scale(scaler: "Persisting", rule: Governed, saved: dict[str, Any]) -> None:
     state = rule.begun_at(float(saved["scale"]))
     if hasattr(state, "clean_steps"):
         state = replace(state, clean_steps=int(saved["_growth_tracker"]))
@@ -140,7 +140,7 @@ def _say_other_policy(kept: dict[str, Any], rule: Governed) -> None:
     )
 
 
-def growth_tracker(scaler: "GradScaler", stock: Callable[[], int]) -> int:
+def growth_tracker(scaler: "Persisting", stock: Callable[[], int]) -> int:
     """Tell the count of clean steps, of a policy that counts them."""
     if scaler._enabled and isinstance(scaler._rule, Governed):
         count = getattr(scaler._rule.state, "clean_steps", 0)
@@ -157,7 +157,7 @@ def pickled(state: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def unpickled(scaler: "GradScaler", state: dict[str, Any]) -> None:
+def unpickled(scaler: "Persisting", state: dict[str, Any]) -> None:
     """Start afresh what was left out."""
     scaler.__dict__.update(state)
     scaler._last, scaler._untold, scaler._reports = None, None, {}

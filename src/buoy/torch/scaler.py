@@ -5,7 +5,7 @@ beside it: `survey` looks at gradients, `clip` clips them, `rule` moves the scal
 `apply` steps or does not, `report` and `watch` tell of it.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,28 +21,21 @@ from buoy.torch import (
     apply,
     closures,
     groups,
-    misuse,
     options,
-    saved,
     spikes,
     traced,
-    verdicts,
     words,
     words_beyond,
 )
-from buoy.torch.diagnosing import Diagnosing
-from buoy.torch.errors import EmptyStateError, MidIterationError
 from buoy.torch.fingerprint import Look
 from buoy.torch.halves import Fp16Params, Halves
-from buoy.torch.joins import Joining
 from buoy.torch.joint import Joint
-from buoy.torch.mailbox import Mailbox
 from buoy.torch.names import Names
+from buoy.torch.persisting import Persisting
 from buoy.torch.pipeline import scaled_loss
 from buoy.torch.ranks import ProcessGroups, Ranks
 from buoy.torch.rule import Evidence
 from buoy.torch.scaling import scaled
-from buoy.torch.shares import Shares
 from buoy.torch.takers import can_be_told
 from buoy.torch.watch import OnStuck, Watch
 
@@ -53,10 +46,13 @@ if TYPE_CHECKING:
 
 __all__ = ["GradScaler"]
 
-_LOSSES = 64  # of one iteration that are kept, should a verdict need them
+# A group of a scaler is made with the same arguments, but for these.
+_NOT_INHERITED = {
+    "self", "__class__", "model", "named_parameters", "trace", "process_group"
+}  # fmt: skip
 
 
-class GradScaler(Joining, Diagnosing):
+class GradScaler(Persisting):
     """Scale the loss, check and unscale the gradients, step only if they are finite.
 
     A drop-in for `torch.amp.GradScaler`: its arguments come first and mean the same.
@@ -121,57 +117,40 @@ class GradScaler(Joining, Diagnosing):
         skip: groups.Skip = "independent",
         spike_guard: Literal["skip", "clip"] | SpikeGuard | None = None,
     ) -> None:
-        given = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
+        made_with = {k: v for k, v in locals().items() if k not in _NOT_INHERITED}
+        given = {name: made_with[name] for name in options.DEFAULTS}
         if enabled:
             options.check(given, strict=strict_torch)
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        super().__init__(device, **given, enabled=enabled)
+        self._made_with, self._strict = made_with, strict_torch
         self._last, self._gates, self._reports = None, [], {}
         self._untold = self._recorder = None
         alone = strict_torch and process_group is None
         self._ranks, self._piped = Ranks(() if alone else process_group), False
-        self._made_with = {
-            "device": device,
-            "enabled": enabled,
-            "policy": policy,
-            **given,
-            "min_scale": min_scale,
-            "max_scale": max_scale,
-            "on_stuck": on_stuck,
-            "patience": patience,
-            "sync": sync,
-            "fp16_params": fp16_params,
-            "strict_torch": strict_torch,
-            "on_mismatch": on_mismatch,
-            "skip": skip,
-            "spike_guard": spike_guard,
-        }
         self._open(joint=groups.joint(skip), guard=spikes.spike_guard(spike_guard))
-        if not self._enabled:
-            return
-        self._strict = strict_torch
+        if self._enabled:
+            self._settle_in(given, made_with)
+            self._names = Names(model, named_parameters)
+            if trace is not None:
+                self._record(trace)
+
+    def _settle_in(self, given: dict[str, Any], made_with: dict[str, Any]) -> None:
+        """Set up what a scaler has that is not switched off."""
+        low, high = made_with["min_scale"], made_with["max_scale"]
+        policy = made_with["policy"]
         self._rule = options.rule(
-            policy, given, low=min_scale, high=max_scale, strict=strict_torch
+            policy, given, low=low, high=high, strict=self._strict
         )
         if policy is not None:
             self._init_scale = float(self._rule.known(self) or 1.0)
-        self._never_sync = options.never_syncs(sync)
-        self._heals = options.heals(on_mismatch)
-        self._names = Names(model, named_parameters)
-        self._halves = Halves(fp16_params)
-        self._watch = Watch(on_stuck, patience)
+        self._never_sync = options.never_syncs(made_with["sync"])
+        self._heals = options.heals(made_with["on_mismatch"])
+        self._halves = Halves(made_with["fp16_params"])
+        self._watch = Watch(made_with["on_stuck"], made_with["patience"])
         self._turn = 0
         self._begin()
-        if device == "cpu":
+        if made_with["device"] == "cpu":
             backend.self_test(torch.device("cpu"))
-        if trace is not None:
-            self._record(trace)
 
     def _open(self, *, joint: bool, guard: SpikeGuard | None) -> None:
         """Set up what lies beyond one scale for one optimizer."""
@@ -181,20 +160,6 @@ class GradScaler(Joining, Diagnosing):
         self._joint = Joint() if joint else None
         self._spikes = None if guard is None else spikes.Spikes(guard)
         self._extended = joint or guard is not None
-
-    def _begin(self) -> None:
-        """Set up what a copy or a loaded scaler starts afresh."""
-        self._losses, self._scalings = deque(maxlen=_LOSSES), 0
-        self._history = deque(maxlen=verdicts.HISTORY)
-        self._frozen = self._inverted = None
-        self._guide = misuse.Guide()
-        self._reports = {}
-        self._noted = self._traced = traced.NOTHING
-        self._traced_loss = self._untold = self._recorder = None
-        self._listeners = []
-        self._assumed, self._healing, self._gap = False, None, None
-        self._shares = Shares()
-        self._mail = Mailbox(every=min(self._watch.patience, 16))
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or every tensor of an iterable, by the scale."""
@@ -213,7 +178,8 @@ class GradScaler(Joining, Diagnosing):
             return outputs * scale.to(outputs.device, non_blocking=True)
         if self._window is not None:
             self._window.begin()
-        self._notice(outputs)
+        if self._guide.fresh or self._per_optimizer_states:
+            self._notice(outputs)
         if outputs.numel() == 1:
             self._losses.append(backend.noted(outputs))
             if "loss" in self._rule.wants:
@@ -392,50 +358,3 @@ class GradScaler(Joining, Diagnosing):
         if not self._rule.wants:
             return Evidence(found, finite)
         return Evidence(found, finite, **apply.largest(records))
-
-    # -- state ----------------------------------------------------------------------
-
-    def _get_growth_tracker(self) -> int:
-        return saved.growth_tracker(self, super()._get_growth_tracker)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Give the state as a plain dict: torch's five entries, and the policy's own.
-
-        With torch's rule it is exactly torch's.  Call it after `update`.
-
-        Example:
-            >>> GradScaler("cpu").state_dict()["scale"]
-            65536.0
-        """
-        if not self._enabled:
-            return {}
-        return {**super().state_dict(), **saved.beyond(self)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this class or of `torch.amp.GradScaler`.
-
-        May be called before or after first use.
-        """
-        if self._enabled and len(state_dict) == 0:
-            message = (
-                "The source state dict is empty, possibly because it was saved from a "
-                "disabled instance of GradScaler. Start this one without loading, or "
-                "save from a run whose scaler was enabled."
-            )
-            raise EmptyStateError(message)
-        super().load_state_dict(state_dict)
-        if self._enabled:
-            saved.load_beyond(self, state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and len(self._per_optimizer_states) != 0:
-            message = (
-                "A GradScaler instance may only be pickled at the beginning of an "
-                "iteration, or at the end after scaler.update(). Between them it holds "
-                "findings about gradients that are not part of it."
-            )
-            raise MidIterationError(message)
-        return saved.pickled(super().__getstate__())
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        saved.unpickled(self, state)

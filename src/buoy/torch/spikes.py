@@ -168,5 +168,6 @@ class Spiking(Clipping):
         self, optimizer: Any, record: dict[str, Any], scale: float | torch.Tensor
     ) -> LastStep:
         report = super()._report(optimizer, record, scale)
-        report._spike = record.get("spike")
+        if "spike" in record:
+            report._spike = record["spike"]
         return report

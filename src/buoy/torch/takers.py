@@ -49,6 +49,8 @@ def can_be_told(optimizer: Any) -> bool:
     """Say whether an optimizer knows of scaling, and somebody would hear of it."""
     if not getattr(optimizer, _DECLARED, False):
         return False
+    if type(optimizer) in _PLAIN:
+        return True
     return takes_scaler(optimizer) or bool(takers(optimizer).found)
 
 
