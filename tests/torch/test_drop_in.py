@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 
 import hypothesis.strategies as st
@@ -493,3 +494,33 @@ def test_a_loss_may_be_scaled_inside_a_function_transform():
         assert scales == [8.0, 4.0, 4.0]
         each = torch.func.vmap(lambda v, scaler=scaler: scaler.scale(v.sum()))
         assert each(torch.ones(4, 3)).tolist() == [12.0] * 4
+
+
+def test_losses_may_lie_on_several_devices():
+    """One of which keeps nothing: what is skipped is judged by the others."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    other = torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for bad in (None, math.inf, math.nan):
+        optimizer.zero_grad()
+        first, (second,) = scaler.scale((weight.sum(), [other.sum()]))
+        assert second.is_meta
+        first.backward()
+        if bad is not None:
+            weight.grad[0] = bad
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert scaler.last_step.verdict == "scale_too_high"
+
+
+def test_a_scale_made_while_evaluating_goes_on_in_training():
+    """In torch's inference mode tensors are made that cannot be written to later."""
+    model = net()
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    with torch.inference_mode():
+        assert scaler.scale(torch.ones(())) == 8.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = train(scaler, model, optimizer, ["ok", "inf"])
+    assert [scale for scale, _ in seen] == [16.0, 8.0]

@@ -74,7 +74,8 @@ class Contract(TorchGradScaler):
         return scale, tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
+        with torch.inference_mode(mode=False):  # or it could never be moved
+            super()._lazy_init_scale_growth_tracker(dev)
         scale, tracker = self._check_scale_growth_tracker("scale")
         self._scale, self._growth_tracker = map(backend.unwrapped, (scale, tracker))
         backend.self_test(torch.device(dev))

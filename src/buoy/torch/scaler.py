@@ -180,7 +180,7 @@ class GradScaler(Persisting):
             self._window.begin()
         if self._guide.fresh or self._per_optimizer_states:
             self._notice(outputs)
-        if outputs.numel() == 1:
+        if outputs.numel() == 1 and not outputs.is_meta:
             self._losses.append(backend.noted(outputs))
             if "loss" in self._rule.wants:
                 self._foresee(outputs.reshape(()))
