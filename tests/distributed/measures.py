@@ -60,6 +60,30 @@ def dormant(original: bool, by_hand: bool) -> list[tuple[float, float]]:
     return found
 
 
+def idle_experts(idle: str) -> list[tuple[float, float]]:
+    """Give norms, and true ones, of two experts that began alike, on two ranks each.
+
+    In the first step nobody asks them anything; in the second one of them is asked.
+    """
+    torch.manual_seed(0)
+    shared, expert = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4))
+    optimizer = torch.optim.SGD([shared, expert], lr=0.0)
+    scaler, found = GradScaler("cpu", 4.0), []
+    for step in range(4):
+        grads = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        grads[1 + step :] = 0.0
+        scaler.scale(torch.zeros((), requires_grad=True))
+        mine = grads[1 + dist.get_rank() // 2]
+        shared.grad = torch.cat([grads[0], torch.ones(1)]) * 4.0
+        expert.grad = mine * 4.0 if mine.any() or idle == "zero" else None
+        true = torch.linalg.vector_norm(torch.cat([grads.flatten(), torch.ones(1)]))
+        norm = scaler.clip_grad_norm_(optimizer, 1e9).item()
+        found.append((norm, true.item()))
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
 def _scaled(kind: str = "sgd", **options: Any) -> Any:
     """Give a layer with gradients, its optimizer and a scaler."""
     model = layer()

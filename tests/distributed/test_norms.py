@@ -60,6 +60,14 @@ def test_parts_that_wake_up_later_are_compared_then(original, by_hand, crew_of):
             assert true == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.parametrize("idle", ["zero", "none"])
+def test_experts_that_began_alike_are_told_apart_once_they_work(idle, crew_of):
+    """However the first gradients of theirs come, of one or of both."""
+    for found in crew_of(4).run(measures.idle_experts, idle):
+        for norm, true in found:
+            assert true == pytest.approx(norm, rel=1e-6)
+
+
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_a_nan_of_one_rank_is_the_norm_of_all(order, crew_of):
     """No maximum is defined over it, and still nobody may miss it."""

@@ -134,7 +134,7 @@ def _compared(
     ranks = scaler._ranks
     everybody = ranks.count()
     rows = [_looks(param, place, everybody) for place, param in enumerate(params)]
-    number = _hashed([row.key for row in rows])
+    number = _hashed([(row.key, row.blank) for row in rows])
     size = math.sqrt(sum(row.size**2 for row in rows))
     total = sum(row.total for row in rows)
     numbers = [number, -number, size, -size, total, -total, float(len(rows))]
@@ -144,7 +144,8 @@ def _compared(
     ).tolist()
     near = _CLOSE * most
     if high == -low and most > 0.0 and max(most + least, top + bottom) <= near:
-        return _Found([everybody] * len(rows), set(), open=False, base=everybody)
+        blank = {place for place, row in enumerate(rows) if row.blank}
+        return _Found([everybody] * len(rows), blank, bool(blank), everybody)
     gap = [_Row(math.nan, math.nan, math.nan)] * (int(longest) - len(rows))
     table = [_Row(float(present)), *rows, *gap]
     wide = torch.tensor(table, dtype=torch.float64, device="cpu")
@@ -170,8 +171,8 @@ def _counted(own: list[_Row], columns: list[list[_Row]], there: float) -> _Found
     return _Found(
         [max(1, len(some)) for some in alike],
         {place for place, mine in enumerate(own) if mine.blank and mine.key in blanks},
-        open=bool(blanks),
-        base=there,
+        bool(blanks),
+        there,
     )
 
 
