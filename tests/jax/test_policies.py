@@ -40,12 +40,20 @@ def runner(*policies):
     """Compile several policies at once: one program costs less than many."""
     txs = [loss_scaled(optax.identity(), policy, history=1) for policy in policies]
 
-    @jax.jit
     def run(grads, losses, starts):
         rows = zip(txs, grads, losses, starts, strict=True)
         return [scanned(*row) for row in rows]
 
-    return run
+    return jax.jit(run, compiler_options=QUICKLY)
+
+
+# Hundreds of programs for a few steps each: to compile them is what takes time.
+# test_conformance_arrays.py runs the same traces through the policies as users compile.
+QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 
 
 def by_policy(preset):
