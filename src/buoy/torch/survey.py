@@ -106,9 +106,10 @@ def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
     """Take the norm of all gradients, and the check from it."""
     if not gathered.grads:
         return Survey(torch.zeros_like(inverse), torch.zeros_like(inverse))
-    if gathered.plain and backend.in_host_memory(inverse):
-        return _measure_plainly(gathered.grads, order, inverse)
     home = inverse.device
+    at_home = gathered.plain and gathered.buckets[0].device == home
+    if at_home and backend.in_host_memory(inverse):
+        return _measure_plainly(gathered.grads, order, inverse)
     parts: dict[int, torch.Tensor] = {}
     totals, sizes = [], []
     for _, _, grads in gathered.buckets:
