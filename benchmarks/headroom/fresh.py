@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.headroom.tasks import GPT, field, language, mlp, task
+from benchmarks.headroom.language import GPT, language
+from benchmarks.headroom.tasks import field, mlp, task
 
 
 @task("fresh_gpt")
