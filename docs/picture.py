@@ -8,9 +8,11 @@ are lost to zero.
 
 from pathlib import Path
 
+from svg import HEIGHT, WIDTH, label, shape, write
+
 import buoy
 
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 330, 64, 44, 46
+LEFT, TOP, BOTTOM = 64, 44, 46
 LOW, HIGH = 0.0, 48.0
 COLOURS = {"torch": "#b35900", "headroom": "#0b6bcb"}
 
@@ -54,31 +56,6 @@ def main() -> None:
     title = "Loss scale over 4000 steps while the gradients shrink by 2^20"
     parts.append(label(LEFT, 22, title, "start"))
     write(Path(__file__).with_name("drift.svg"), parts)
-
-
-def shape(kind: str, points: list[tuple[float, float]], style: str) -> str:
-    """Write one line or area."""
-    return (
-        f'<{kind} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in points)}" {style}/>'
-    )
-
-
-def label(a: float, b: float, text: str, anchor: str, colour: str = "#666") -> str:
-    """Write one text."""
-    return (
-        f'<text x="{a:.1f}" y="{b:.1f}" text-anchor="{anchor}" fill="{colour}">'
-        f"{text}</text>"
-    )
-
-
-def write(path: Path, parts: list[str]) -> None:
-    """Write the file."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="13" role="img">'
-        '<rect width="100%" height="100%" fill="#fff"/>'
-    )
-    path.write_text("\n".join([head, *parts, "</svg>", ""]))
 
 
 if __name__ == "__main__":
