@@ -91,7 +91,8 @@ def measure(
     """Print the share for one way to step."""
     tiny = parameters(1000)
     note, _ = extra(tiny, policy, 1, 100 * rounds, clip=clip)
-    look, base = extra(params, policy, SELDOM, rounds, clip=clip, every=0)
+    _, base = extra(params, policy, 1, rounds, clip=clip, every=0)  # of most steps
+    look, _ = extra(params, policy, SELDOM, rounds, clip=clip, every=0)
     both, _ = extra(params, policy, SELDOM, rounds, clip=clip, every=1)
     parts = {"note": note, "look": look / SELDOM, "count": (both - look) / EVERY}
     share = sum(parts.values()) / base
