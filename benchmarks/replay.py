@@ -9,7 +9,7 @@ import sys
 import time
 
 import buoy.trace
-from buoy._core.replay import oracle, replay
+from buoy._core.replay.compare import oracle, replay
 
 POLICIES = (
     "headroom",

@@ -6,7 +6,7 @@ import math
 import pytest
 
 import buoy
-from buoy._core.presets import PRESETS
+from buoy._core.policies.presets import PRESETS
 from tests.golden import load
 
 

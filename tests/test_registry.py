@@ -7,8 +7,8 @@ import textwrap
 import pytest
 
 import buoy
-from buoy._core.presets import PRESETS
-from buoy._core.registry import CLASSES, listed
+from buoy._core.policies.presets import PRESETS
+from buoy._core.policies.registry import CLASSES, listed
 
 
 def test_unknown_name_suggests_and_lists():

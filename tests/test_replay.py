@@ -86,7 +86,7 @@ def test_forgetting_transitions_changes_nothing(
     """Memory is bounded by forgetting, and the result is the same."""
     trace = buoy.trace.synthetic("spikes", steps=2000)
     before = replay(trace, [name])
-    monkeypatch.setattr("buoy._core.walk._MOST_STATES", 7)
+    monkeypatch.setattr("buoy._core.replay.walk._MOST_STATES", 7)
     after = replay(trace, [name])
     assert scales_of(before[0]) == scales_of(after[0])
     assert before[0].skips == after[0].skips

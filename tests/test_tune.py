@@ -149,7 +149,7 @@ def test_long_traces_are_cut_for_policies_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The work is bounded; the result names the steps that were used."""
-    monkeypatch.setattr("buoy._core.tune._MOST_STEPS", 1000)
+    monkeypatch.setattr("buoy._core.replay.tune._MOST_STEPS", 1000)
     trace = buoy.trace.synthetic("spikes", steps=2000)
     (best,) = tune(trace, ["torch"], tries={"growth_interval": [100]}).policies
     assert best.steps == 500

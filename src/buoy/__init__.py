@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from buoy import trace
     from buoy._backends.lifting import lift
-    from buoy._core.backoff import Backoff
     from buoy._core.codec import decode, encode, register
     from buoy._core.errors import (
         BuoyError,
@@ -24,18 +23,19 @@ if TYPE_CHECKING:
         UnknownPolicyError,
     )
     from buoy._core.formats import FORMATS, Format, number_format
-    from buoy._core.headroom import Headroom
-    from buoy._core.importers import Imported, import_state
-    from buoy._core.lognormal import LogNormal
     from buoy._core.ops import Ops, ops_of
-    from buoy._core.policy import Policy
-    from buoy._core.quirks import Quirks
-    from buoy._core.registry import policies, policy
-    from buoy._core.replay import Replayed, oracle, replay
+    from buoy._core.policies.backoff import Backoff
+    from buoy._core.policies.headroom import Headroom
+    from buoy._core.policies.importers import Imported, import_state
+    from buoy._core.policies.lognormal import LogNormal
+    from buoy._core.policies.policy import Policy
+    from buoy._core.policies.quirks import Quirks
+    from buoy._core.policies.registry import policies, policy
+    from buoy._core.policies.static import NoScaling, Static
+    from buoy._core.replay.compare import Replayed, oracle, replay
+    from buoy._core.replay.trace import Histogram, Trace
+    from buoy._core.replay.tune import Tuned, tune
     from buoy._core.state import Seen, Step, Verdict
-    from buoy._core.static import NoScaling, Static
-    from buoy._core.trace import Histogram, Trace
-    from buoy._core.tune import Tuned, tune
 
 __all__ = [
     "FORMATS",
@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "_core.backoff": "Backoff",
+    "_core.policies.backoff": "Backoff",
     "_backends.lifting": "lift",
     "_core.codec": "decode encode register",
     "_core.errors": (
@@ -88,18 +88,18 @@ _HOMES = {
         "StateVersionError TraceError UnknownPolicyError"
     ),
     "_core.formats": "FORMATS Format number_format",
-    "_core.headroom": "Headroom",
-    "_core.importers": "Imported import_state",
-    "_core.lognormal": "LogNormal",
+    "_core.policies.headroom": "Headroom",
+    "_core.policies.importers": "Imported import_state",
+    "_core.policies.lognormal": "LogNormal",
     "_core.ops": "Ops ops_of",
-    "_core.policy": "Policy",
-    "_core.quirks": "Quirks",
-    "_core.registry": "policies policy",
-    "_core.replay": "Replayed oracle replay",
+    "_core.policies.policy": "Policy",
+    "_core.policies.quirks": "Quirks",
+    "_core.policies.registry": "policies policy",
+    "_core.replay.compare": "Replayed oracle replay",
     "_core.state": "Seen Step Verdict",
-    "_core.static": "NoScaling Static",
-    "_core.trace": "Histogram Trace",
-    "_core.tune": "Tuned tune",
+    "_core.policies.static": "NoScaling Static",
+    "_core.replay.trace": "Histogram Trace",
+    "_core.replay.tune": "Tuned tune",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

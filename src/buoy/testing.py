@@ -18,7 +18,7 @@ from typing import Any
 from buoy._core.codec import decode, encode, register
 from buoy._core.errors import BuoyError, MissingBackendError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen, map_state
 
 __all__ = ["ContractError", "Opaque", "check_policy", "opaque_ops"]

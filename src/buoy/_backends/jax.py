@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from buoy._core.backoff import BackoffState
 from buoy._core.errors import PolicyError
-from buoy._core.headroom import HeadroomState
-from buoy._core.lognormal import LogNormalState
 from buoy._core.ops import Ops, Precision, Scalar
+from buoy._core.policies.backoff import BackoffState
+from buoy._core.policies.headroom import HeadroomState
+from buoy._core.policies.lognormal import LogNormalState
+from buoy._core.policies.static import StaticState
 from buoy._core.state import Seen
-from buoy._core.static import StaticState
 
 __all__ = ["lift", "ops", "register"]
 

@@ -9,13 +9,13 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
-from buoy._core.backoff import Backoff, BackoffState
 from buoy._core.errors import BuoyError, StateVersionError
-from buoy._core.headroom import Headroom, HeadroomState
-from buoy._core.lognormal import LogNormal, LogNormalState
 from buoy._core.ops import Scalar
-from buoy._core.quirks import Quirks
-from buoy._core.static import NoScaling, Static, StaticState
+from buoy._core.policies.backoff import Backoff, BackoffState
+from buoy._core.policies.headroom import Headroom, HeadroomState
+from buoy._core.policies.lognormal import LogNormal, LogNormalState
+from buoy._core.policies.quirks import Quirks
+from buoy._core.policies.static import NoScaling, Static, StaticState
 
 __all__ = ["VERSION", "decode", "encode", "register"]
 
@@ -63,7 +63,7 @@ def encode(value: Any) -> dict[str, Any]:
     Numbers on a device are read here: this is the one place of the core that waits.
 
     Example:
-        >>> from buoy._core.static import Static
+        >>> from buoy._core.policies.static import Static
         >>> encode(Static(init_scale=8.0))
         {'buoy': 1, 'kind': 'Static', 'init_scale': 8.0, 'skip': True}
     """

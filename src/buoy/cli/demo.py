@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from buoy._core.registry import policy as make
+from buoy._core.policies.registry import policy as make
 from buoy.cli.spec import JSON, parsed
 
 __all__ = ["demo"]

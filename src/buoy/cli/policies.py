@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from buoy._core.errors import UnknownPolicyError
-from buoy._core.registry import Listed, listed, policy
+from buoy._core.policies.registry import Listed, listed, policy
 from buoy.cli.render import json_out, table, value_text
 from buoy.cli.spec import JSON
 

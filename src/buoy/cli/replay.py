@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
-from buoy._core.policy import Policy
-from buoy._core.registry import policy as make
-from buoy._core.replay import Replayed, oracle
-from buoy._core.replay import replay as run
-from buoy._core.trace import Trace
-from buoy._core.walk import log2_of
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policy as make
+from buoy._core.replay.compare import Replayed, oracle
+from buoy._core.replay.compare import replay as run
+from buoy._core.replay.trace import Trace
+from buoy._core.replay.walk import log2_of
 from buoy.cli.render import describe, json_out, percent, scale, table
 from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from buoy._core.errors import BuoyError, MissingBackendError
-from buoy._core.policy import Policy
-from buoy._core.registry import policy as make
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policy as make
 from buoy.cli.render import json_out
 from buoy.cli.spec import JSON, PROGRAM, parsed
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy.cli.render import json_out
 from buoy.demo.columns import COLUMNS, Column, column_of
 from buoy.demo.pool import Job, cores, run

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from buoy._core.formats import FORMATS, number_format
-from buoy._core.trace import Trace
+from buoy._core.replay.trace import Trace
 
 __all__ = ["FILE", "FORMAT", "JSON", "PROGRAM", "opened", "parsed", "value_of"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from buoy._core.tune import Tuned, TunedPolicy, TunedStatic
-from buoy._core.tune import tune as run
+from buoy._core.replay.tune import Tuned, TunedPolicy, TunedStatic
+from buoy._core.replay.tune import tune as run
 from buoy.cli.render import describe, json_out, percent, value_text
 from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed, value_of
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from buoy._core.policy import Policy
-from buoy._core.registry import policy
-from buoy._core.static import Static
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policy
+from buoy._core.policies.static import Static
 from buoy.torch import GradScaler
 
 __all__ = ["COLUMNS", "Column", "column_of"]

@@ -17,7 +17,7 @@ import torch
 import torch.cpu.amp.grad_scaler
 import torch.cuda.amp
 
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy.torch import GradScaler
 from buoy.trace.record import Recorder
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from buoy._backends.jax import ops
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch

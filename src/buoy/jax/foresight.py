@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from buoy._backends.jax import ops
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy.jax.agree import largest
 
 __all__ = ["agreed", "foreseen", "single"]

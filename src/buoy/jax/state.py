@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy.jax.errors import UnhashablePolicyError
 
 __all__ = ["COLUMNS", "UNKNOWN", "LossScaledState", "Plan", "blank", "planned"]

@@ -7,8 +7,8 @@ import jax
 import optax
 
 from buoy._backends.lifting import lift
-from buoy._core.policy import Policy
-from buoy._core.registry import policy as policy_of
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policy as policy_of
 from buoy._core.verdicts import HISTORY
 from buoy.jax import leaves
 from buoy.jax.agree import axes_of

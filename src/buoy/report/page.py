@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import MissingBackendError, TraceError
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy.report.facts import Facts, sum_up
 from buoy.report.markup import details, figure_box, section
 from buoy.report.parts import (

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from buoy._core.errors import BuoyError
-from buoy._core.replay import Replayed, oracle, replay
+from buoy._core.replay.compare import Replayed, oracle, replay
 from buoy.diagnose.estimate import estimate_underflow
 from buoy.report.facts import Facts
 from buoy.report.markup import Cell, chip, details, table, tiles

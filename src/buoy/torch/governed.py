@@ -14,7 +14,7 @@ from buoy._backends import torch as backend
 from buoy._core.codec import decode, encode
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, single
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen, map_state
 from buoy.torch import survey, words
 from buoy.torch.begin import begun_on_device

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from buoy._core.policy import Policy
-from buoy._core.registry import policy as make_policy
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policy as make_policy
 from buoy.torch.errors import FactorError, OptionError
 from buoy.torch.governed import Governed
 from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, SMALLEST, Classic

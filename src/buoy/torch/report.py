@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.static import NoScaling
 from buoy._core.state import Verdict
-from buoy._core.static import NoScaling
 from buoy._core.verdicts import judge_losses
 from buoy.torch import apply, survey, traced, verdicts, words_ranks
 from buoy.torch.contract import Contract

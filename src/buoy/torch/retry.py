@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.static import NoScaling, Static
+from buoy._core.policies.static import NoScaling, Static
 from buoy.torch import survey
 from buoy.torch import words_beyond as said
 from buoy.torch.accumulate import Accumulating

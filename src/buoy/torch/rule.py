@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.backoff import Backoff
 from buoy._core.ops import single
-from buoy._core.policy import Policy
-from buoy._core.quirks import Quirks
+from buoy._core.policies.backoff import Backoff
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.quirks import Quirks
 
 if TYPE_CHECKING:
     from buoy.torch.contract import Contract

@@ -13,7 +13,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from buoy._backends import torch as backend
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy._core.spikes import SpikeGuard
 from buoy._core.state import Verdict
 from buoy.torch import (

@@ -8,7 +8,7 @@ that `buoy.replay` and `buoy.tune` take, from a recorded run or from the files t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from buoy._core.trace import Histogram, Trace
+from buoy._core.replay.trace import Histogram, Trace
 from buoy.trace.read import read
 from buoy.trace.synthetic import KINDS, synthetic
 from buoy.trace.write import write

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from buoy._core.errors import TraceError
-from buoy._core.trace import Histogram, Trace
+from buoy._core.replay.trace import Histogram, Trace
 from buoy.trace.write import VERSION
 
 __all__ = ["MOST_BYTES", "read"]

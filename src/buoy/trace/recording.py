@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
+from buoy._core.replay.trace import FP16_MAX_LOG2
 from buoy._core.state import Verdict
-from buoy._core.trace import FP16_MAX_LOG2
 from buoy.trace.counts import Counts, Kind, unpack
 from buoy.trace.row import Row
 from buoy.trace.schema import APPLICATION, TABLES, VERSION

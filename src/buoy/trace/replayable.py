@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
+from buoy._core.replay.trace import Histogram, Trace
 from buoy._core.state import Verdict
-from buoy._core.trace import Histogram, Trace
 from buoy.trace.counts import Counts, Kind
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row

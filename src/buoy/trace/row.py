@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
+from buoy._core.replay.trace import FP16_MAX_LOG2
 from buoy._core.state import Verdict
-from buoy._core.trace import FP16_MAX_LOG2
 
 __all__ = ["Row", "headroom"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 from buoy._core.errors import TraceError
-from buoy._core.trace import Histogram, Trace
+from buoy._core.replay.trace import Histogram, Trace
 
 __all__ = ["KINDS", "synthetic"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import TraceError
-from buoy._core.trace import Histogram, Trace
+from buoy._core.replay.trace import Histogram, Trace
 
 __all__ = ["VERSION", "write"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy._core.registry import policy
+from buoy._core.policies.registry import policy
 from buoy.torch import apply
 from buoy.torch.apex.levels import Level
 from buoy.torch.apex.session import Session

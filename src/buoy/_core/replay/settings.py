@@ -6,9 +6,9 @@ from itertools import product
 from typing import Any
 
 from buoy._core.errors import PolicyError
-from buoy._core.policy import Policy
-from buoy._core.registry import listed
-from buoy._core.registry import policy as make
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import listed
+from buoy._core.policies.registry import policy as make
 
 __all__ = ["Family", "Member", "Tunable"]
 

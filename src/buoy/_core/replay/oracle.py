@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
-from buoy._core.trace import Trace
+from buoy._core.replay.trace import Trace
 
 __all__ = ["Best"]
 

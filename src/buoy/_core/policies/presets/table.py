@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from buoy._core.errors import PolicyError
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 
 __all__ = [
     "FLOAT32_MAX",

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from buoy._core.backoff import Backoff
-from buoy._core.policy import Policy
-from buoy._core.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset
-from buoy._core.quirks import Quirks
+from buoy._core.policies.backoff import Backoff
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset
+from buoy._core.policies.quirks import Quirks
 
 
 def _family(

@@ -3,7 +3,7 @@
 A preset reproduces its peer, quirks and bugs included; its docstring names the bugs.
 """
 
-from buoy._core.presets import elsewhere, fairseq, jax, pytorch
-from buoy._core.presets.table import PRESETS, Preset
+from buoy._core.policies.presets import elsewhere, fairseq, jax, pytorch
+from buoy._core.policies.presets.table import PRESETS, Preset
 
 __all__ = ["PRESETS", "Preset", "elsewhere", "fairseq", "jax", "pytorch"]

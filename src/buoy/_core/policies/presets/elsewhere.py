@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from buoy._core.backoff import Backoff
-from buoy._core.lognormal import LogNormal
-from buoy._core.policy import Policy
-from buoy._core.presets.table import FLOAT32_MAX, preset, refuse
-from buoy._core.quirks import Quirks
-from buoy._core.static import Static
+from buoy._core.policies.backoff import Backoff
+from buoy._core.policies.lognormal import LogNormal
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.table import FLOAT32_MAX, preset, refuse
+from buoy._core.policies.quirks import Quirks
+from buoy._core.policies.static import Static
 
 
 @preset("Keras LossScaleOptimizer 3.15")

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from math import inf
 
-from buoy._core.backoff import Backoff
-from buoy._core.policy import Policy
-from buoy._core.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
-from buoy._core.quirks import Quirks
-from buoy._core.static import NoScaling, Static
+from buoy._core.policies.backoff import Backoff
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
+from buoy._core.policies.quirks import Quirks
+from buoy._core.policies.static import NoScaling, Static
 
 _TORCH = Quirks(arithmetic="wide", at_min="none", at_max="keep")
 _SHARDED = Quirks(at_min="none", at_max="none")

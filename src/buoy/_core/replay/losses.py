@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import mul
 
-from buoy._core.best import Best
-from buoy._core.trace import Histogram, Trace
-from buoy._core.walk import Walk
+from buoy._core.replay.oracle import Best
+from buoy._core.replay.trace import Histogram, Trace
+from buoy._core.replay.walk import Walk
 
 __all__ = ["BINADE_COST", "Blocks", "quantile", "resamples"]
 

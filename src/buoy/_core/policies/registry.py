@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from buoy._core.backoff import Backoff
 from buoy._core.errors import PolicyError, UnknownPolicyError
-from buoy._core.headroom import Headroom
-from buoy._core.lognormal import LogNormal
-from buoy._core.policy import Policy
-from buoy._core.presets import PRESETS
-from buoy._core.presets.table import check
-from buoy._core.static import NoScaling, Static
+from buoy._core.policies.backoff import Backoff
+from buoy._core.policies.headroom import Headroom
+from buoy._core.policies.lognormal import LogNormal
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets import PRESETS
+from buoy._core.policies.presets.table import check
+from buoy._core.policies.static import NoScaling, Static
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

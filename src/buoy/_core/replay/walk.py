@@ -15,9 +15,9 @@ from typing import Any
 
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.ops import PLAIN
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
+from buoy._core.replay.trace import SMALL_LOG2, Trace
 from buoy._core.state import Seen
-from buoy._core.trace import SMALL_LOG2, Trace
 
 __all__ = ["Walk", "log2_of", "walk"]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from buoy._core.backoff import Backoff, BackoffState
 from buoy._core.errors import StateVersionError
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.policy import Policy
-from buoy._core.quirks import Quirks
-from buoy._core.registry import policy as make_policy
+from buoy._core.policies.backoff import Backoff, BackoffState
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.quirks import Quirks
+from buoy._core.policies.registry import policy as make_policy
 
 __all__ = ["SOURCES", "Imported", "import_state"]
 

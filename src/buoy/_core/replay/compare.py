@@ -10,12 +10,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from buoy._core.best import Best
 from buoy._core.ops import PLAIN
-from buoy._core.policy import Policy
-from buoy._core.registry import policy as make
-from buoy._core.trace import Histogram, Trace, is_trace
-from buoy._core.walk import Walk, walk
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policy as make
+from buoy._core.replay.oracle import Best
+from buoy._core.replay.trace import Histogram, Trace, is_trace
+from buoy._core.replay.walk import Walk, walk
 
 __all__ = ["Replayed", "oracle", "replay"]
 

@@ -1,9 +1,9 @@
 """Scalers of the JAX world, and those that follow its shape."""
 
-from buoy._core.backoff import Backoff
-from buoy._core.policy import Policy
-from buoy._core.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
-from buoy._core.quirks import Quirks
+from buoy._core.policies.backoff import Backoff
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
+from buoy._core.policies.quirks import Quirks
 
 
 @preset("flax DynamicScale 0.12.8")

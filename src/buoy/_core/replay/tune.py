@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from buoy._core.errors import TraceError
-from buoy._core.losses import Blocks, quantile, resamples
-from buoy._core.settings import Family, Member, Tunable
-from buoy._core.trace import Trace, is_trace
-from buoy._core.walk import walk
+from buoy._core.replay.losses import Blocks, quantile, resamples
+from buoy._core.replay.settings import Family, Member, Tunable
+from buoy._core.replay.trace import Trace, is_trace
+from buoy._core.replay.walk import walk
 
 __all__ = ["Sureness", "Tuned", "TunedPolicy", "TunedStatic", "tune"]
 

@@ -12,7 +12,7 @@ from buoy._core.checks import choice, instance, number, ordered, whole
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know_backends, ops_of, single
-from buoy._core.quirks import Quirks
+from buoy._core.policies.quirks import Quirks
 from buoy._core.state import Seen
 
 __all__ = ["Backoff", "BackoffState"]

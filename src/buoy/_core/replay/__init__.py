@@ -1,0 +1,1 @@
+"""Policies run over recorded traces: replay, the oracle, and tuning."""
