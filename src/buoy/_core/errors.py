@@ -8,6 +8,7 @@
     +-- MissingBackendError (ImportError)   a framework or an extra is not installed
     +-- CallOrderError (RuntimeError)       methods came in the wrong order
     +-- ScaleCollapsedError (ArithmeticError)  the scale cannot fall any further
+    |   +-- StuckError                      step after step, training does not move
     +-- OptionError (ValueError)            a front end's option cannot be that
 
 Each is also the builtin that a caller would expect, and each message says what was
@@ -25,6 +26,8 @@ __all__ = [
     "PolicyError",
     "ScaleCollapsedError",
     "StateVersionError",
+    "StuckError",
+    "StuckWarning",
     "TraceError",
     "UnknownPolicyError",
 ]
@@ -36,6 +39,10 @@ class BuoyError(Exception):
 
 class BuoyWarning(UserWarning):
     """Something is probably wrong, and training can go on; said once."""
+
+
+class StuckWarning(BuoyWarning):
+    """Training does not move: step after step is skipped, or has zero gradients."""
 
 
 class PolicyError(BuoyError, ValueError):
@@ -75,3 +82,11 @@ class ScaleCollapsedError(BuoyError, ArithmeticError):
     def __init__(self, message: str, state: Any = None) -> None:
         super().__init__(message)
         self.state = state
+
+
+class StuckError(ScaleCollapsedError):
+    """Training does not move; `verdict` says why the last step was skipped."""
+
+    def __init__(self, message: str, verdict: object = None) -> None:
+        super().__init__(message)
+        self.verdict = verdict

@@ -1,11 +1,11 @@
 """What passes between a step and its policy: `Seen`, `Step` and the verdicts."""
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from buoy._core.ops import Scalar
+from buoy._core.verdicts import Verdict
 
 __all__ = ["Seen", "Step", "Verdict", "map_state"]
 
@@ -42,25 +42,6 @@ class Seen:
     finite: Scalar  # bool []: no inf or NaN in any gradient
     amax_log2: Scalar = None  # float32 []: log2 of the largest |scaled gradient|
     underflow: Scalar = None  # float32 []: share of nonzero scaled gradients < 2^-20
-
-
-class Verdict(enum.StrEnum):
-    """Why a step was skipped, or that it was not.
-
-    Example:
-        >>> Verdict("bad_batch").name
-        'BAD_BATCH'
-    """
-
-    APPLIED = "applied"
-    SCALE_TOO_HIGH = "scale_too_high"
-    FORWARD_NONFINITE = "forward_nonfinite"
-    POISONED = "poisoned"
-    STALE_GRADS = "stale_grads"
-    BAD_BATCH = "bad_batch"
-    DIVERGENCE = "divergence"
-    NO_GRADS = "no_grads"
-    SPIKE = "spike"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,50 +1,131 @@
-"""Why a step was skipped, judged on plain numbers; front ends bring the facts."""
+"""Why a step was skipped: the names, one table of what they mean, and the judge.
 
+A new verdict is a name in `Verdict`, a line in `VERDICTS`, and whoever decides it.
+"""
+
+import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from buoy._core.state import Verdict
-
-__all__ = ["EXPLAINED", "HISTORY", "judge_losses"]
+__all__ = ["EXPLAINED", "HISTORY", "VERDICTS", "Meaning", "Verdict", "judge_losses"]
 
 HISTORY = 32  # losses of earlier steps that are kept
-_LEAST = 4  # fewer tell nothing
+_LEAST = 4  # losses: fewer show nothing
 _OUTLIER = 8.0  # times the usual loss
 _CLIMB = 4.0  # times the start of the climb
 
-EXPLAINED = {
-    Verdict.APPLIED: "applied",
-    Verdict.SCALE_TOO_HIGH: "the scale was too high: normal, it falls by itself",
-    Verdict.FORWARD_NONFINITE: (
-        "the loss was inf or NaN before it was scaled: no scale can cure that; look at "
-        "the inputs, the labels and the module that first turns non-finite"
+
+class Verdict(enum.StrEnum):
+    """Why a step was skipped, or that it was not.
+
+    Example:
+        >>> Verdict("bad_batch").name
+        'BAD_BATCH'
+    """
+
+    APPLIED = "applied"
+    SCALE_TOO_HIGH = "scale_too_high"
+    FORWARD_NONFINITE = "forward_nonfinite"
+    POISONED = "poisoned"
+    STALE_GRADS = "stale_grads"
+    BAD_BATCH = "bad_batch"
+    DIVERGENCE = "divergence"
+    NO_GRADS = "no_grads"
+    SPIKE = "spike"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """What a verdict means, for messages, reports and re-runs.
+
+    Example:
+        >>> VERDICTS[Verdict.POISONED].text
+        'weights or optimizer state are already inf or NaN; go back to a checkpoint'
+        >>> VERDICTS[Verdict.POISONED].sentences
+        'Weights or optimizer state are already inf or NaN. Go back to a checkpoint.'
+    """
+
+    seen: str
+    remedy: str = ""  # what to do; empty where there is nothing to do
+    normal: bool = False  # expected now and then in a healthy run
+    curable: bool = False  # the same batch may succeed at a lower scale
+    grave: bool = False  # no scale cures it: the user must act
+    marker: str = "circle"  # in the report's charts
+
+    @property
+    def text(self) -> str:
+        """Both parts, to be put into a sentence."""
+        return f"{self.seen}; {self.remedy}" if self.remedy else self.seen
+
+    @property
+    def sentences(self) -> str:
+        """Both parts as sentences of their own."""
+        parts = [part for part in (self.seen, self.remedy) if part]
+        return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
+
+
+VERDICTS = {
+    Verdict.APPLIED: Meaning(seen="the step was applied", normal=True),
+    Verdict.SCALE_TOO_HIGH: Meaning(
+        seen="the scale was too high",
+        remedy="this is normal, the scale falls by itself",
+        normal=True,
+        curable=True,
+        marker="inverted_triangle",
     ),
-    Verdict.POISONED: (
-        "weights or optimizer state are already inf or NaN: go back to a checkpoint"
+    Verdict.FORWARD_NONFINITE: Meaning(
+        seen="the loss was inf or NaN before it was scaled",
+        remedy=(
+            "no scale can cure that: look at the inputs, the labels and the module "
+            "that first turns non-finite"
+        ),
+        grave=True,
+        marker="x",
     ),
-    Verdict.STALE_GRADS: (
-        "the non-finite gradients of an earlier step were never cleared: call "
-        "`optimizer.zero_grad()` in every iteration, also after a skipped step"
+    Verdict.POISONED: Meaning(
+        seen="weights or optimizer state are already inf or NaN",
+        remedy="go back to a checkpoint",
+        grave=True,
+        marker="square_cross",
     ),
-    Verdict.BAD_BATCH: (
-        "this batch's loss stands far out of the others: look at its data"
+    Verdict.STALE_GRADS: Meaning(
+        seen="the non-finite gradients of an earlier step were never cleared",
+        remedy=(
+            "call `optimizer.zero_grad()` in every iteration, also after a skipped step"
+        ),
+        grave=True,
+        marker="diamond",
     ),
-    Verdict.DIVERGENCE: (
-        "the loss has been climbing for several steps: lower the learning rate or clip"
+    Verdict.BAD_BATCH: Meaning(
+        seen="the loss of this batch was far above that of the others",
+        remedy="look at its data",
+        normal=True,
+        curable=True,
+        marker="plus",
     ),
-    Verdict.SPIKE: (
-        "the gradient norm stood far out of its usual range: the spike guard acted"
+    Verdict.DIVERGENCE: Meaning(
+        seen="the loss has been climbing for several steps",
+        remedy="lower the learning rate or clip",
+        curable=True,
+        marker="star",
     ),
-    Verdict.NO_GRADS: "no parameter had a gradient",
+    Verdict.NO_GRADS: Meaning(seen="no parameter had a gradient"),
+    Verdict.SPIKE: Meaning(
+        seen="the gradient norm was far above its usual range: the spike guard acted",
+        marker="triangle",
+    ),
 }
+
+EXPLAINED = {verdict: meaning.text for verdict, meaning in VERDICTS.items()}
 
 
 def judge_losses(now: Sequence[float], before: Sequence[float]) -> Verdict:
     """Name the cause of a skip from this step's losses and those of the steps before.
 
     In order: the loss was non-finite before it was scaled; it has been climbing; it
-    stands out of the others; and else the scale was too high, which is normal.
+    is far above the others; and else the scale was too high, which is normal.
 
     Example:
         >>> judge_losses([90.0], [1.0, 1.1, 0.9, 1.0]).value

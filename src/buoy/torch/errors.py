@@ -11,8 +11,8 @@ from buoy._core.errors import (
     CallOrderError,
     OptionError,
     PolicyError,
-    ScaleCollapsedError,
     StateVersionError,
+    StuckError,
 )
 
 __all__ = [
@@ -180,11 +180,3 @@ class AccumulateError(CallOrderError, ValueError):
 
 class LocalScalesError(BuoyError, ValueError):
     """Blocks were chosen whose gradients cannot be rescaled exactly."""
-
-
-class StuckError(ScaleCollapsedError):
-    """Step after step is skipped; `verdict` says why."""
-
-    def __init__(self, message: str, verdict: object = None) -> None:
-        super().__init__(message)
-        self.verdict = verdict

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from buoy._core.errors import OptionError, StuckError, StuckWarning
 from buoy._core.state import Verdict
 from buoy.torch import aloud
-from buoy.torch.errors import BuoyWarning, OptionError, StuckError
 from buoy.torch.verdicts import EXPLAINED
 
 __all__ = ["OnStuck", "Stuck", "StuckWarning", "Watch"]
@@ -18,10 +18,6 @@ log = logging.getLogger("buoy.torch")
 
 _QUIET = 20  # clean steps between two lines, unless an episode has doubled
 _NORMAL = (Verdict.SCALE_TOO_HIGH, Verdict.BAD_BATCH)
-
-
-class StuckWarning(BuoyWarning):
-    """Step after step is skipped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,243 @@
+"""Watch whether training moves: one log line per episode of skips, one alarm if stuck.
+
+Training is stuck when `patience` steps in a row were skipped, when more than half of
+the last 4 x `patience` steps were, or when the gradients of `patience` steps in a row
+(skipped ones aside) were all exactly zero.  Front ends, report and doctor go by this.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from buoy._core.errors import OptionError, StuckError, StuckWarning
+from buoy._core.step import Row
+from buoy._core.verdicts import VERDICTS, Verdict
+from buoy._core.warn import warn
+
+__all__ = ["PATIENCE", "OnStuck", "Stuck", "Watch", "count_stuck", "window_of"]
+
+PATIENCE = 50
+_QUIET = 20  # clean steps between two lines, unless an episode has doubled
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """What a callable given as `on_stuck` is called with.
+
+    Example:
+        >>> print(Stuck(50, 50, 1.0, Verdict.POISONED, ("w",)).what)
+        the last 50 steps in a row were skipped
+    """
+
+    skipped: int  # in a row, or within the window
+    window: int  # steps looked at; equal to `skipped` for a row
+    scale: float
+    verdict: Verdict  # `applied` where the gradients were all zero
+    offenders: tuple[str, ...] = ()
+    zeros: int = 0  # steps in a row whose gradients were all exactly zero
+
+    @property
+    def what(self) -> str:
+        """What was seen, without its cause."""
+        if self.zeros:
+            return f"the gradients of the last {self.zeros:,} steps were all exactly 0"
+        if self.window > self.skipped:
+            return f"{self.skipped:,} of the last {self.window:,} steps were skipped"
+        return f"the last {self.skipped:,} steps in a row were skipped"
+
+    @property
+    def why(self) -> str:
+        """The cause and the remedy, as sentences."""
+        if self.zeros:
+            return (
+                "Either they underflow at this scale, or the loss does not depend on "
+                "the parameters. Raise the scale, and check what the loss is made of."
+            )
+        return VERDICTS[self.verdict].sentences
+
+    def __str__(self) -> str:
+        where = f", first in `{self.offenders[0]}`" if self.offenders else ""
+        verdict = "" if self.zeros else f" Verdict {self.verdict.value}:"
+        return f"{self.what}{where}; the scale is {self.scale:g}.{verdict} {self.why}"
+
+
+OnStuck = Literal["warn", "raise"] | Callable[[Stuck], object]
+Look = Callable[[], tuple[Verdict, tuple[str, ...]]]
+
+
+def window_of(patience: int = PATIENCE) -> int:
+    """Return how many of the last steps are looked at for skips."""
+    return 4 * patience
+
+
+def count_stuck(
+    row: int, skipped: int, looked: int, patience: int = PATIENCE
+) -> tuple[int, int] | None:
+    """Return how many of how many steps were skipped if that is too many, else None.
+
+    `row` steps were skipped in a row, and `skipped` of the last `looked`, which are at
+    most `window_of(patience)`.
+
+    Example:
+        >>> count_stuck(row=3, skipped=150, looked=200)
+        (150, 200)
+    """
+    if row >= patience:
+        return row, row
+    if looked < window_of(patience) or skipped * 2 <= looked:
+        return None
+    return skipped, looked
+
+
+class Watch:
+    """Follow which steps were applied.
+
+    A front end calls `applied` or `skipped` once per step, or `note` with a row.
+    Logs one line per episode of skips; warns, raises or calls back once when stuck.
+
+    Example:
+        >>> watch = Watch(lambda stuck: print(stuck.what), patience=2)
+        >>> for _ in range(3):
+        ...     watch.skipped(1.0, Verdict.POISONED, ("w",))
+        the last 2 steps in a row were skipped
+    """
+
+    def __init__(
+        self,
+        on_stuck: OnStuck = "warn",
+        patience: int = PATIENCE,
+        *,
+        logger: str = "buoy",
+    ) -> None:
+        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
+            message = (
+                "`on_stuck` must be 'warn', 'raise' or a callable that takes what "
+                f"happened, got {on_stuck!r}."
+            )
+            raise OptionError(message)
+        if not isinstance(patience, int) or patience < 1:
+            message = f"`patience` must be a whole number above 0, got {patience!r}."
+            raise OptionError(message)
+        self.on_stuck, self.patience = on_stuck, patience
+        self.steps = 0  # whose outcome is known here
+        self.skips = 0
+        self.row = 0  # steps skipped in a row
+        self.zeros = 0  # steps in a row whose gradients were all zero
+        self._log = logging.getLogger(logger)
+        self._clean = 0  # steps since the last skip
+        self._ever_clean = False
+        self._episode = 0  # skips not logged yet
+        self._logged = 0  # skips of the last line, and when it was
+        self._logged_at = -math.inf
+        self._window: deque[bool] = deque(maxlen=window_of(patience))
+        self._alarmed = False
+        self._verdicts: dict[Verdict, int] = {}
+        self._first: tuple[str, ...] = ()  # offenders of the episode
+
+    def note(self, row: Row, look: Look | None = None) -> None:
+        """Take note of a step's row; may warn or raise.  See `skipped` for `look`."""
+        if row.applied:
+            self.applied(row.next_scale, norm=row.norm, amax=row.amax)
+        else:
+            self.skipped(row.scale, row.verdict, row.offenders, look=look)
+
+    def applied(
+        self,
+        scale: float | Callable[[], float],
+        *,
+        norm: float | None = None,
+        amax: float | None = None,
+    ) -> None:
+        """Take note of a step that was applied; may warn or raise.
+
+        `scale` may be a function: it is called only where the scale is written about.
+        `norm` and `amax` are of its gradients, None where they were not measured.
+        """
+        self.steps += 1
+        self._window.append(False)
+        self._clean += 1
+        self.row = 0
+        if self._episode:
+            self._log_episode(scale)
+        self._ever_clean = True
+        if self._alarmed and self._clean >= _QUIET:
+            self._alarmed = False
+        if norm == 0.0 or amax == 0.0:
+            self.zeros += 1
+            if self.zeros == self.patience:
+                self._alarm(_all_zero(self.zeros, _number(scale)))
+        elif norm is not None or amax is not None:
+            self.zeros = 0
+
+    def skipped(
+        self,
+        scale: float,
+        verdict: Verdict,
+        offenders: tuple[str, ...] = (),
+        *,
+        look: Look | None = None,
+    ) -> None:
+        """Take note of a step that was skipped; may warn or raise.
+
+        `look` finds a better verdict and the offenders where that costs a read of the
+        device: it is called only when there is reason for alarm.
+        """
+        self.steps += 1
+        self.skips += 1
+        self.row += 1
+        self._episode += 1
+        self._clean = 0
+        self._window.append(True)
+        self._verdicts[verdict] = self._verdicts.get(verdict, 0) + 1
+        self._first = self._first or offenders
+        if self._alarmed:
+            return
+        window = self._window
+        found = count_stuck(self.row, sum(window), len(window), self.patience)
+        if found is not None:
+            self._alarmed = True
+            if look is not None:
+                verdict, offenders = look()
+            self._alarm(Stuck(*found, scale, verdict, self._first or offenders))
+
+    def _alarm(self, stuck: Stuck) -> None:
+        message = f"Training is stuck: {stuck}"
+        if self.on_stuck == "raise":
+            raise StuckError(message, stuck.verdict)
+        if callable(self.on_stuck):
+            self.on_stuck(stuck)
+        else:
+            warn(message, StuckWarning)
+
+    def _log_episode(self, scale: float | Callable[[], float]) -> None:
+        """Write the line of an episode that has just ended."""
+        if self.steps - self._logged_at < _QUIET and self._episode < 2 * self._logged:
+            return  # more of the same: let it add up
+        cause = max(self._verdicts, key=lambda verdict: self._verdicts[verdict])
+        meaning = VERDICTS[cause]
+        self._log.log(
+            logging.INFO if meaning.normal else logging.WARNING,
+            "%s: %d skipped, settled at %s: %s",
+            "overflow" if self._ever_clean else "warm-up",
+            self._episode,
+            _power(_number(scale)),
+            "normal" if meaning.normal else f"{cause.value}, {meaning.text}",
+        )
+        self._logged, self._logged_at = self._episode, self.steps
+        self._episode, self._verdicts, self._first = 0, {}, ()
+
+
+def _all_zero(zeros: int, scale: float) -> Stuck:
+    return Stuck(0, zeros, scale, Verdict.APPLIED, zeros=zeros)
+
+
+def _number(scale: float | Callable[[], float]) -> float:
+    return scale() if callable(scale) else scale
+
+
+def _power(scale: float) -> str:
+    exponent = math.log2(scale) if scale > 0 and math.isfinite(scale) else math.nan
+    return f"2^{exponent:.0f}" if exponent == round(exponent, 9) // 1 else f"{scale:g}"

@@ -1,0 +1,152 @@
+"""The arithmetic of a step: one schedule, one decision, one clip factor everywhere."""
+
+import math
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import buoy
+from buoy._core.ops import PLAIN, ops_of
+from buoy._core.step import (
+    MEASUREMENTS,
+    SMALL,
+    SMALL_LOG2,
+    Measurement,
+    bounded_norm,
+    clip_factor,
+    decide,
+)
+from buoy.testing import check_policy
+
+BACKENDS = ["plain", "numpy", "torch", "jax"]
+norms = st.one_of(st.floats(0.0, 3e38), st.sampled_from([math.inf, math.nan, 0.0]))
+
+
+def number_of(backend, value):
+    """Make a number as a backend's policies meet it."""
+    if backend == "plain":
+        return value
+    lift = pytest.importorskip(f"buoy._backends.{backend}").lift
+    return lift(value)
+
+
+def test_small_gradients_are_counted_every_sixteenth_step():
+    """At turns 15, 31, 47: not at the first, whose scale has found nothing yet."""
+    due = [turn for turn in range(64) if MEASUREMENTS["underflow"].due(turn)]
+    assert due == [15, 31, 47, 63]
+    assert all(MEASUREMENTS["amax_log2"].due(turn) for turn in range(64))
+    assert math.log2(SMALL) == SMALL_LOG2 == -20.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_schedule_runs_on_traced_integers(backend):
+    """A count that lives on a device asks the same question."""
+    due = Measurement("any", every=4, phase=3).due
+    turns = [number_of(backend, turn) for turn in range(9)]
+    assert [turn for turn in range(9) if due(turns[turn])] == [3, 7]
+
+
+def test_every_measurement_is_a_field_of_what_a_policy_is_shown():
+    """By one name: in `Policy.wants`, in `Seen`, in the table."""
+    shown = {field.name for field in fields(buoy.Seen)} - {"finite"}
+    assert set(MEASUREMENTS) == shown
+    assert all(name == made.name for name, made in MEASUREMENTS.items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("policy", ["backoff", "headroom", "lognormal", "static"])
+def test_a_decision_is_the_same_on_every_backend(backend, policy):
+    """Applied, the next scale and the factor, for a finite and a lost step."""
+    made = buoy.policy(policy)
+    if backend == "jax" and made.precision == "float64":
+        pytest.skip("JAX has float64 switched off")
+    for finite in (True, False):
+        seen = buoy.Seen(finite=finite, amax_log2=3.5 if finite else math.inf)
+        want = decide(
+            made, made.init(), seen, inverse=0.125, norm=4.0, max_norm=1.0, ops=PLAIN
+        )
+        there = buoy.Seen(
+            finite=number_of(backend, finite),
+            amax_log2=number_of(backend, seen.amax_log2),
+        )
+        state = made.init()
+        if backend != "plain":
+            state = buoy.lift(made, state, backend)
+        inverse, norm = number_of(backend, 0.125), number_of(backend, 4.0)
+        got = decide(
+            made,
+            state,
+            there,
+            inverse=inverse,
+            norm=norm,
+            max_norm=1.0,
+            ops=ops_of(inverse),
+        )
+        assert bool(got.applied) is want.applied is finite
+        assert float(got.state.scale) == want.state.scale
+        assert float(got.factor) == pytest.approx(want.factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", buoy.policies())
+def test_no_policy_has_a_step_applied_that_is_not_finite(name):
+    """Also those presets whose peer does not check."""
+    policy = buoy.policy(name)
+    seen = buoy.Seen(finite=False, amax_log2=math.inf)
+    decided = decide(policy, policy.init(), seen, inverse=1.0, ops=PLAIN)
+    assert decided.applied is False
+
+
+def test_a_policy_may_refuse_a_finite_step():
+    """`applies` is a veto."""
+
+    class Reluctant(buoy.Static):
+        def applies(self, seen):
+            return False
+
+    policy = Reluctant()
+    decided = decide(policy, policy.init(), buoy.Seen(True), inverse=1.0, ops=PLAIN)
+    assert decided.applied is False
+
+
+@given(norms, st.one_of(st.floats(0.0, 3e38), st.just(math.inf)))
+def test_a_clip_factor_never_enlarges_and_is_a_number(norm, max_norm):
+    """Whatever the norm is: between 0 and 1."""
+    assert 0.0 <= clip_factor(norm, max_norm, PLAIN) <= 1.0
+    assert clip_factor(norm, math.inf, PLAIN) == 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "factor"),
+    [
+        (0.0, 1.0, 1.0),
+        (0.5, 1.0, 1.0),
+        (4.0, 1.0, 1.0 / 4.000001),
+        (4.0, 0.0, 0.0),
+        (math.inf, 1.0, 0.0),
+        (math.nan, 1.0, 1.0),
+        (7.0, math.inf, 1.0),
+    ],
+)
+def test_clip_factors(backend, norm, max_norm, factor):
+    """The epsilon is torch's, on every backend."""
+    there = number_of(backend, norm)
+    got = float(clip_factor(there, max_norm, ops_of(there)))
+    assert got == pytest.approx(factor, rel=1e-6)
+    if factor in {0.0, 1.0}:
+        assert got == factor
+
+
+@pytest.mark.parametrize(("order", "bound"), [(1.0, 12.0), (2.0, 6.0), (math.inf, 3.0)])
+def test_a_norm_that_cannot_be_summed_is_bounded(order, bound):
+    """By the largest element and how many there are."""
+    assert bounded_norm(3.0, 4, order) == bound
+
+
+def test_a_policy_that_never_skips_still_is_a_policy():
+    """What a peer does is still said by `applies`."""
+    policy = buoy.Static(skip=False)
+    check_policy(policy)
+    assert policy.applies(buoy.Seen(finite=False))
