@@ -12,7 +12,6 @@ from buoy import TraceError, Verdict
 from buoy.report import Run, sum_up, summary
 from buoy.report.heat import columns
 from buoy.report.thin import thinned
-from buoy.report.words import EXPLAINED
 from buoy.trace import Counts, Recorder, Recording, Row, Shot
 
 FP16 = math.log2(65504.0)
@@ -101,9 +100,17 @@ def test_what_was_lost_or_cut_short_is_said():
     assert said(run([])).headline == "Nothing was recorded yet"
 
 
-def test_every_verdict_is_explained():
-    """All but the one that needs no explanation."""
-    assert set(EXPLAINED) == set(Verdict) - {Verdict.APPLIED}
+def test_half_of_the_last_steps_or_zeros_at_the_end_are_stuck():
+    """As while training: 101 of 200 steps, or 50 whose gradients were all zero."""
+    half = [True] * 300 + [False, True] * 99
+    assert "Stuck" not in said(run([*half, True, False])).headline
+    found = said(run([*half, False, False]))
+    assert found.headline.startswith("Stuck")
+    assert "101 of the last 200 steps were skipped" in found.sentences[0]
+    assert said(run([True] * 49, amax=0.0)).level == "healthy"
+    found = said(run([True] * 50, amax=0.0))
+    assert (found.level, found.headline[:5]) == ("trouble", "Stuck")
+    assert "all exactly 0" in found.sentences[0]
 
 
 def test_layers_are_summed_up_worst_first():

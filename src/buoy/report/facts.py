@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from buoy._core.formats import FORMATS, Format
-from buoy._core.state import Verdict
+from buoy._core.verdicts import Verdict
+from buoy._core.watch import window_of
 from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
@@ -17,7 +18,6 @@ __all__ = ["Facts", "Layer", "Shares", "layers", "shares", "sum_up"]
 
 _WARM_UP = 0.1  # of the run, or so many steps: when skips are expected
 _MOST_WARM_UP = 1000
-_RECENT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class Facts:
     skipped: int
     warm_up_skips: int  # among them, in the first tenth
     row: int  # skipped in a row at the end
-    recent_skips: int  # among the last 200
+    recent: int  # steps: the last ones, of which
+    recent_skips: int  # so many were skipped
+    zeros: int  # applied at the end with gradients that were all exactly zero
     verdicts: dict[Verdict, int]
     first_scale: float
     last_scale: float
@@ -87,12 +89,15 @@ def sum_up(recording: Recording) -> Facts:
     bits = [b for row in rows if row.applied and (b := row.headroom) is not None]
     scales = [row.scale for row in rows] or [math.nan]
     blamed = Counter(name for row in missed for name in row.offenders)
+    recent = rows[-window_of() :]
     return Facts(
         steps=len(rows),
         skipped=len(missed),
         warm_up_skips=sum(row.step < early for row in missed),
         row=_row(rows),
-        recent_skips=sum(not row.applied for row in rows[-_RECENT:]),
+        recent=len(recent),
+        recent_skips=sum(not row.applied for row in recent),
+        zeros=_zeros(rows),
         verdicts=dict(Counter(row.verdict for row in missed).most_common()),
         first_scale=scales[0],
         last_scale=scales[-1],
@@ -116,6 +121,16 @@ def _row(rows: Sequence[Row]) -> int:
         if row.applied:
             break
         count += 1
+    return count
+
+
+def _zeros(rows: Sequence[Row]) -> int:
+    count = 0
+    for row in reversed(rows):
+        if row.applied and 0.0 in (row.norm, row.amax):
+            count += 1
+        elif row.applied and (row.norm is not None or row.amax is not None):
+            break
     return count
 
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.report.run import Run
-from buoy.report.theme import ALARM, DASHES, MARKERS, RUNS, coat, figure_of, soft
+from buoy.report.theme import ALARM, DASHES, RUNS, coat, figure_of, soft
 from buoy.report.thin import thinned
 
 __all__ = ["POWERS", "curves", "headroom_chart", "loss_charts", "scale_chart"]
@@ -47,10 +48,10 @@ def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
     """Mark every skipped step: a shape for each verdict, none left out."""
     import numpy as np  # noqa: PLC0415 - comes with Bokeh
 
-    missed: dict[str, list[tuple[int, float]]] = {}
+    missed: dict[Verdict, list[tuple[int, float]]] = {}
     for row in run.recording.rows:
         if not row.applied:
-            missed.setdefault(row.verdict.value, []).append(
+            missed.setdefault(row.verdict, []).append(
                 (row.step, _log2(row.scale) or 0.0)
             )
     for verdict, places in missed.items():
@@ -62,7 +63,7 @@ def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
                 "x": np.array(steps, dtype=np.int32),
                 "y": np.array(logs, dtype=np.float32),
             },
-            marker=MARKERS.get(verdict, "circle"),
+            marker=VERDICTS[verdict].marker,
             size=9,
             name=f"skips {index} {verdict}",
             fill_alpha=0.35,
@@ -70,7 +71,7 @@ def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
         )
         colour = ALARM if alone else RUNS[index % len(RUNS)]
         coat(marks.glyph, line_color=colour, fill_color=colour)
-        said = [("run", run.label), ("skipped", verdict), ("scale", "2^@y{0.##}")]
+        said = [("run", run.label), ("skipped", verdict.value), ("scale", "2^@y{0.##}")]
         _hover(chart, marks, said, [run, run])
 
 

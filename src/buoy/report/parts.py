@@ -7,12 +7,13 @@ from typing import Any
 
 from buoy._core.errors import BuoyError
 from buoy._core.replay.compare import Replayed, oracle, replay
+from buoy._core.verdicts import VERDICTS
 from buoy.diagnose.estimate import estimate_underflow
 from buoy.report.facts import Facts
 from buoy.report.markup import Cell, chip, details, table, tiles
 from buoy.report.run import Run
 from buoy.report.theme import DASHES, RUNS
-from buoy.report.words import EXPLAINED, Summary, power, share
+from buoy.report.words import Summary, power, share
 from buoy.trace.replayable import replayable
 
 __all__ = [
@@ -176,8 +177,9 @@ def skips(run: Run, found: Facts, name: str) -> str:
     if not found.skipped:
         return '<p data-skips="0">None: every step was applied.</p>'
     causes = "".join(
-        f"<li><b>{verdict.value}</b>: {count:,}. {_marked(EXPLAINED[verdict])}</li>"
+        f"<li><b>{verdict.value}</b>: {count:,}. {_marked(meaning.sentences)}</li>"
         for verdict, count in found.verdicts.items()
+        for meaning in [VERDICTS[verdict]]
     )
     missed = [row for row in run.recording.rows if not row.applied]
     rows = [

@@ -7,7 +7,7 @@ the one that fits.  Runs differ in dash as well as in colour, verdicts in shape.
 from typing import Any
 
 __all__ = [
-    "ALARM", "DASHES", "HEAT", "INK", "MARKERS", "RUNS", "coat", "figure_of", "soft",
+    "ALARM", "DASHES", "HEAT", "INK", "RUNS", "coat", "figure_of", "soft",
 ]  # fmt: skip
 
 # (light, dark): after Okabe and Ito, each dark or bright enough for its ground.
@@ -27,16 +27,6 @@ INK = ("#5b6672", "#9aa6b2")
 LINE = ("#e1e5ea", "#2a333d")
 _PALE = ("#eef5fc", "#b7d4ee", "#6aa6d8", "#2069ac", "#08305f")
 _DEEP = ("#122334", "#1b4468", "#2d72ad", "#6db3ea", "#dcf0ff")
-MARKERS = {
-    "scale_too_high": "inverted_triangle",
-    "forward_nonfinite": "x",
-    "poisoned": "square_cross",
-    "stale_grads": "diamond",
-    "bad_batch": "plus",
-    "divergence": "star",
-    "no_grads": "circle",
-    "spike": "triangle",
-}
 
 
 def _blended(stops: tuple[str, ...], count: int = 41) -> list[str]:

@@ -3,46 +3,17 @@
 import math
 from typing import Literal, NamedTuple
 
-from buoy._core.state import Verdict
+from buoy._core.verdicts import VERDICTS, Verdict
+from buoy._core.watch import PATIENCE, Stuck, count_stuck
 from buoy.report.facts import Facts
 
-__all__ = ["EXPLAINED", "Level", "Summary", "power", "share", "summary"]
+__all__ = ["Level", "Summary", "power", "share", "summary"]
 
 Level = Literal["healthy", "look", "trouble"]
 
-_STUCK = 50  # skipped in a row
 _OFTEN = 0.02  # of the steps after the warm-up
 _LOSSY = 0.25  # of the nonzero gradients: below the smallest normal number
 _SPARE = 6.0  # bits of headroom that are worth using
-
-EXPLAINED = {
-    Verdict.SCALE_TOO_HIGH: (
-        "The scale was too high. That is normal, it falls by itself."
-    ),
-    Verdict.FORWARD_NONFINITE: (
-        "The loss was inf or NaN before it was scaled, and no scale cures that. Look "
-        "at inputs, labels and the first module that turns non-finite."
-    ),
-    Verdict.POISONED: (
-        "Weights or optimizer state are inf or NaN already. Go back to a checkpoint."
-    ),
-    Verdict.STALE_GRADS: (
-        "Non-finite gradients of an earlier step were never cleared. Call "
-        "`optimizer.zero_grad()` in every iteration, also after a skipped step."
-    ),
-    Verdict.BAD_BATCH: (
-        "The batch's loss stood far out of the others. Look at its data."
-    ),
-    Verdict.DIVERGENCE: (
-        "The loss had been climbing for several steps. Lower the learning rate, or "
-        "clip."
-    ),
-    Verdict.SPIKE: (
-        "The norm stood far above the usual one, and the spike guard skipped the step."
-    ),
-    Verdict.NO_GRADS: "No parameter had a gradient.",
-}
-_GRAVE = (Verdict.FORWARD_NONFINITE, Verdict.POISONED, Verdict.STALE_GRADS)
 
 
 class Summary(NamedTuple):
@@ -79,25 +50,27 @@ Finding = tuple[Level, str, str]
 
 
 def _stuck(found: Facts) -> list[Finding]:
-    often = found.recent_skips * 2 > min(found.steps, 200) >= 100
-    if found.row < _STUCK and not often:
+    skips = count_stuck(found.row, found.recent_skips, found.recent)
+    if skips is None and found.zeros < PATIENCE:
         return []
-    cause = next(iter(found.verdicts))
-    what = (
-        f"The last {found.row:,} steps in a row were skipped"
-        if found.row >= _STUCK
-        else f"{found.recent_skips:,} of the last 200 steps were skipped"
+    stuck = Stuck(
+        *(skips or (0, 0)),
+        scale=found.last_scale,
+        verdict=next(iter(found.verdicts), Verdict.APPLIED),
+        zeros=0 if skips else found.zeros,
     )
-    return [("trouble", "Stuck: training does not move", f"{what}. {EXPLAINED[cause]}")]
+    what = f"{stuck.what[0].upper()}{stuck.what[1:]}. {stuck.why}"
+    return [("trouble", "Stuck: training does not move", what)]
 
 
 def _grave(found: Facts) -> list[Finding]:
+    """Name the skips that ask for action."""
     findings: list[Finding] = []
-    for verdict in (*_GRAVE, Verdict.DIVERGENCE):
-        count = found.verdicts.get(verdict, 0)
-        if count:
-            what = f"{_steps(count)} skipped as {verdict.value}. {EXPLAINED[verdict]}"
-            level: Level = "trouble" if verdict in _GRAVE else "look"
+    for verdict, count in found.verdicts.items():
+        meaning = VERDICTS[verdict]
+        if meaning.remedy and not meaning.normal:
+            what = f"{_steps(count)} skipped as {verdict.value}. {meaning.sentences}"
+            level: Level = "trouble" if meaning.grave else "look"
             findings.append((level, f"Look into {verdict.value}", what))
     return findings
 
@@ -105,7 +78,7 @@ def _grave(found: Facts) -> list[Finding]:
 def _often(found: Facts) -> list[Finding]:
     later = found.skipped - found.warm_up_skips
     share_ = later / max(found.steps, 1)
-    if share_ <= _OFTEN or found.row >= _STUCK:
+    if share_ <= _OFTEN or found.row >= PATIENCE:
         return []
     what = (
         f"{_steps(later)} skipped after the warm-up, {share(share_)} of all. The scale "

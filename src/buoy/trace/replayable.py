@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
 from buoy._core.replay.trace import Histogram, Trace
-from buoy._core.state import Verdict
+from buoy._core.verdicts import VERDICTS
 from buoy.trace.counts import Counts, Kind
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
@@ -20,7 +20,6 @@ from buoy.trace.row import Row
 __all__ = ["replayable", "total"]
 
 _JUST_SO = 0.5  # binades above the limit
-_HOPELESS = {Verdict.FORWARD_NONFINITE, Verdict.POISONED, Verdict.STALE_GRADS}
 
 
 def replayable(recording: Recording) -> Trace:
@@ -57,7 +56,7 @@ def _sizes(rows: Sequence[Row], recording: Recording) -> list[float]:
         limit = recording.max_log2 - _finite_log2(row.scale)
         if row.applied:
             made.append(min(size, limit))
-        elif row.verdict in _HOPELESS:
+        elif VERDICTS[row.verdict].grave:
             made.append(math.inf)
         else:
             made.append(max(size, limit + _JUST_SO))

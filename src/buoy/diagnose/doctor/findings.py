@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buoy.diagnose.doctor.facts import Facts
+from buoy._core.watch import PATIENCE, count_stuck
+from buoy.diagnose.doctor.facts import Facts, ScalerFacts
 
 __all__ = ["RULES", "Finding", "findings"]
 
 UNDERFLOW = 0.25  # share of a matrix's gradient values that is worth a word
 _SOME = 5  # steps after which a scheduler's rhythm shows
-_ROW = 8  # skips in a row that are no warm-up any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +188,16 @@ def _unheld(facts: Facts) -> Finding | None:
     )
 
 
+def _stuck(scaler: ScalerFacts) -> bool:
+    """Say whether the run ends in skips: its second half, if it is a short one."""
+    patience = min(PATIENCE, max(scaler.steps // 2, _SOME))
+    return count_stuck(scaler.skipped_row, 0, 0, patience) is not None
+
+
 def _floor(facts: Facts) -> Finding | None:
     for scaler in facts.scalers:
         bottom = max(scaler.floor, 1.0)
-        if scaler.skipped_row >= _ROW and scaler.scale <= bottom:
+        if _stuck(scaler) and scaler.scale <= bottom:
             return Finding(
                 "floor",
                 f"The scale has fallen to {scaler.scale:g}; the last "
