@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from buoy._core.ops import Ops, Scalar
-from buoy._core.policy import Policy
+from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
 from buoy._core.verdicts import Verdict
 
