@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 import buoy.trace
-from buoy.torch import GradScaler, record
-from buoy.torch.record import SELDOM
+from buoy.torch import GradScaler
+from buoy.torch.features import record
+from buoy.torch.features.record import SELDOM
 from buoy.trace import Recorder
 from buoy.trace.record import EVERY
 
@@ -43,11 +44,14 @@ def stepper(
 ) -> Callable[[int], float]:
     """Make a function that steps at a given turn and says how long that took."""
     optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
-    scaler = GradScaler("cpu", init_scale=1.0, policy=policy, trace=recorder)
+    # A scale of 1, always: the fused kernel divides these gradients at every step.
+    fixed = {"init_scale": 1.0, "max_scale": 1.0}
+    rule = None if policy is None else buoy.policy(policy, **fixed)
+    scaler = GradScaler("cpu", policy=rule, trace=recorder, **({} if rule else fixed))
     loss = torch.ones((), requires_grad=True)
 
     def step(turn: int) -> float:
-        scaler._turn = turn
+        scaler._rule.turn = turn
         scaler.scale(loss)
         start = time.process_time()
         if clip:

@@ -163,14 +163,13 @@ def training(rows: int, *, scale: bool) -> Callable[[], object]:
 
 def survey(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
     """The survey against one plain read of the gradients."""
-    from buoy.torch.gather import gather
-    from buoy.torch.survey import measure
+    from buoy._backends.torch.gradients import gather, take_survey
 
     optimizer = Idle(params)
     inverse = torch.ones(())
     grads = [param.grad for param in params]
     return {
-        "buoy": lambda: measure(gather(optimizer), 2.0, inverse),
+        "buoy": lambda: take_survey(gather(optimizer), inverse, order=2.0),
         "read": lambda: [grad.sum() for grad in grads],
     }
 

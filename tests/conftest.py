@@ -1,7 +1,13 @@
 """What every test shares: one hypothesis profile, one thread for torch."""
 
-import importlib.util
 import os
+
+# Before anything imports torch, and for every process that a test starts.  Some virtual
+# machines advertise AMX and then fault on it: a plain BF16 `torch.nn.Linear` ends the
+# process with SIGILL.  This keeps oneDNN below AMX; without AMX it is no limit.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import importlib.util
 import shutil
 
 from hypothesis import HealthCheck, settings

@@ -19,6 +19,7 @@ def by_policy(preset: str) -> list[list[Golden]]:
     return list(groups.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("preset", sorted(load()))
 def test_preset_reproduces_its_peer_on_arrays(preset: str, backend: str) -> None:

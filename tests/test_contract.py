@@ -121,11 +121,38 @@ class Forgetful(Good):
     __hash__ = object.__hash__
 
 
+@dataclass(frozen=True, kw_only=True)
+class Starts(Good):
+    """The same policy, with the optional keyword of `init`."""
+
+    init_scale: float = 1024.0
+
+    def init(self, *, scale=None):
+        return CountState(self.init_scale if scale is None else scale, 0)
+
+
+class StartsElsewhere(Starts):
+    def init(self, *, scale=None):
+        return CountState(self.init_scale if scale is None else scale * 2.0, 0)
+
+
+class ReadsItsStart(Starts):
+    def init(self, *, scale=None):
+        return CountState(self.init_scale if scale is None else float(scale), 0)
+
+
+class NeedsAStart(Starts):
+    def init(self, *, scale=512.0):
+        return CountState(self.init_scale if scale is None else scale, 0)
+
+
 def test_a_sound_policy_of_a_third_party_passes():
     """A policy that we have never seen passes, on every installed backend."""
     check_policy(Good(), examples=20)
+    check_policy(Starts(), examples=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "clause"),
     [
@@ -138,6 +165,9 @@ def test_a_sound_policy_of_a_third_party_passes():
         (WrongOnArrays, "numpy equals plain"),
         (Mutable, "frozen"),
         (Forgetful, "encode/decode"),
+        (StartsElsewhere, "init"),
+        (ReadsItsStart, "no host read"),
+        (NeedsAStart, "init"),
     ],
 )
 def test_each_kind_of_broken_policy_fails(policy, clause):
@@ -152,6 +182,7 @@ def test_rounding_that_differs_between_backends_is_found():
         check_policy(Rounds(), backends=("numpy",), examples=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["torch", "nemo", "fsdp"])
 def test_presets_without_bounds_do_not_hold_it(preset):
     """Peers whose scale reaches 0 or inf are reproduced, not recommended."""

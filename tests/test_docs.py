@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_examples_in_the_documents_run(block, tmp_path):
     """Typed literally into a fresh interpreter, an example does not fail."""

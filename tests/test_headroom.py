@@ -17,6 +17,7 @@ from benchmarks.headroom.split import ALL, FRESH, HELD_OUT, TUNING, UNTOUCHED
 SETS = {"tuned": TUNING, "held out": HELD_OUT, "later": FRESH, "last": UNTOUCHED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["moves", "blind", "unseen"])
 def test_it_beats_torch_on_recorded_gradients(loss):
     """Over 48 traces and 12 regimes, with the loss in step, out of step, or unseen.

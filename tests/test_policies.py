@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import buoy
 from buoy import Backoff, LogNormal, NoScaling, Seen, Static
+from buoy._core.policies.presets import PeerBackoff, Quirks
 
 BAD = [
     (Backoff, "init_scale", math.nan),
@@ -36,13 +37,13 @@ BAD = [
     (Backoff, "hysteresis_refill", "never"),
     (Backoff, "tolerance", 1.5),
     (Backoff, "tolerance", -0.1),
-    (Backoff, "growth_step", 0.0),
+    (PeerBackoff, "growth_step", 0.0),
     (Backoff, "min_scale", 1e-50),
     (Backoff, "max_scale", 1e300),
     (Backoff, "growth_factor", 1 + 1e-12),
     (Backoff, "backoff_factor", 1 - 1e-12),
     (Backoff, "init_scale", 10**400),
-    (Backoff, "quirks", None),
+    (PeerBackoff, "quirks", None),
     (buoy.Headroom, "release_steps", "abc"),
     (Static, "init_scale", 1e300),
     (Static, "init_scale", 0.0),
@@ -51,9 +52,9 @@ BAD = [
     (LogNormal, "variance_decay", 0.0),
     (LogNormal, "deviations", -1.0),
     (LogNormal, "init_scale", 2.0**99),
-    (buoy.Quirks, "arithmetic", "half"),
-    (buoy.Quirks, "at_min", "stop"),
-    (buoy.Quirks, "growth_delay", -1),
+    (Quirks, "arithmetic", "half"),
+    (Quirks, "at_min", "stop"),
+    (Quirks, "growth_delay", -1),
 ]
 
 
@@ -163,8 +164,9 @@ def test_tolerance_keeps_the_scale_while_overflows_are_rare():
 
 
 def test_growth_by_step_adds_to_the_logarithm():
-    """`growth_step` multiplies by 2^step each time; an overflow still halves."""
-    policy = Backoff(init_scale=1.0, growth_step=0.5, growth_interval=1)
+    """guided-diffusion multiplies by 2^step each time; an overflow still halves."""
+    start = {"initial_lg_loss_scale": 0.0, "fp16_scale_growth": 0.5}
+    policy = buoy.policy("guided_diffusion", **start)
 
     assert [2.0**0.5, 2.0, 1.0] == run(policy, "110")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import buoy
 import buoy.trace
-from buoy import Backoff, NoScaling, Replayed, Seen, Static, oracle, replay
+from buoy import Backoff, LogNormal, NoScaling, Replayed, Seen, Static, oracle, replay
 from buoy.trace import Histogram, Trace
 
 sizes = st.one_of(
@@ -34,7 +34,7 @@ def stepwise(policy: Any, trace: Trace) -> tuple[list[float], list[int]]:
         if "amax_log2" in policy.wants:
             seen = Seen(finite=finite, amax_log2=_measured(product, finite, trace))
         scales.append(scale)
-        if not policy.applies(seen):
+        if not (finite and policy.applies(seen)):
             skipped.append(step)
         try:
             state = policy.update(state, seen)
@@ -177,11 +177,32 @@ def test_a_policy_that_gives_up_stops_there_and_says_where() -> None:
     assert torch.skipped == 100
 
 
-def test_non_finite_steps_that_are_applied_are_counted_apart() -> None:
-    """A static scale that does not check skips nothing and lets everything through."""
+def test_non_finite_steps_are_skipped_whatever_the_peer_does() -> None:
+    """Those that a peer applies, because it does not check, are counted apart."""
     trace = Trace(amax_log2=(9.0, 0.0))
-    (result,) = replay(trace, [Static(init_scale=2.0**10, skip=False)])
-    assert (result.skipped, result.let_through) == (0, 1)
+    unchecked, checked = replay(
+        trace,
+        [Static(init_scale=2.0**10, skip=False), Static(init_scale=2.0**10)],
+    )
+    assert (unchecked.skipped, unchecked.let_through) == (1, 1)
+    assert (checked.skipped, checked.let_through) == (1, 0)
+
+
+@dataclass(frozen=True)
+class Unchecked(LogNormal):
+    """A policy that looks at sizes, and applies whatever comes but tiny gradients."""
+
+    def applies(self, seen: Seen) -> Any:
+        """Apply what is large enough."""
+        return seen.amax_log2 > -10.0
+
+
+def test_a_policy_that_sees_sizes_may_veto_and_may_not_force() -> None:
+    """A step counts as let through only if it was not finite."""
+    trace = Trace(amax_log2=(9.0, 0.0, -40.0, math.inf))
+    (result,) = replay(trace, [Unchecked()])
+    assert list(result.skips) == [0, 2, 3]
+    assert result.let_through == 2
 
 
 def test_names_objects_and_mappings_are_taken() -> None:

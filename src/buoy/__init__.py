@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from buoy._core.policies.importers import Imported, import_state
     from buoy._core.policies.lognormal import LogNormal
     from buoy._core.policies.policy import Policy
-    from buoy._core.policies.quirks import Quirks
     from buoy._core.policies.registry import policies, policy
     from buoy._core.policies.static import NoScaling, Static
     from buoy._core.replay.compare import Replayed, oracle, replay
@@ -52,7 +51,6 @@ __all__ = [
     "Ops",
     "Policy",
     "PolicyError",
-    "Quirks",
     "Replayed",
     "ScaleCollapsedError",
     "Seen",
@@ -93,7 +91,6 @@ _HOMES = {
     "_core.policies.lognormal": "LogNormal",
     "_core.ops": "Ops ops_of",
     "_core.policies.policy": "Policy",
-    "_core.policies.quirks": "Quirks",
     "_core.policies.registry": "policies policy",
     "_core.replay.compare": "Replayed oracle replay",
     "_core.state": "Seen Step Verdict",
@@ -105,7 +102,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its room when it is first asked for."""
+    """Import a public name from its module on first use."""
     if name in _HOME_OF:
         value = getattr(import_module(f"buoy.{_HOME_OF[name]}"), name)
     elif name == "trace":

@@ -19,7 +19,9 @@ from buoy._core.codec import decode, encode, register
 from buoy._core.errors import BuoyError, MissingBackendError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar
 from buoy._core.policies.policy import Policy
+from buoy._core.policies.start import init_takes_scale
 from buoy._core.state import Seen, map_state
+from buoy._core.step import MEASUREMENTS
 
 __all__ = ["ContractError", "Opaque", "check_policy", "opaque_ops"]
 
@@ -44,6 +46,7 @@ def check_policy(
     """
     _check_shape(policy)
     _check_codec(policy)
+    _check_start(policy)
     _check_histories(policy, examples)
     _check_no_host_read(policy)
     for backend in _installed() if backends is None else backends:
@@ -67,13 +70,38 @@ def _check_shape(policy: Any) -> None:
             raise _fail("frozen", f"the {what} {type(thing).__name__} must be frozen")
     if policy.init() != policy.init():
         raise _fail("pure", "`init` must give the same state every time")
-    extra = set(policy.wants) - {"amax_log2", "underflow", "loss"}
+    extra = set(policy.wants) - {*MEASUREMENTS, "loss"}
     if extra:
         raise _fail("wants", f"unknown measurements {sorted(extra)}")
     if policy.precision not in ("float32", "float64"):
         raise _fail(
             "precision", f"must be float32 or float64, not {policy.precision!r}"
         )
+
+
+# --- starting elsewhere (optional) --------------------------------------------------
+
+
+def _check_start(policy: Any) -> None:
+    """Check `init(scale=...)`, where a policy has that keyword."""
+    if not init_takes_scale(policy):
+        return
+    if policy.init(scale=None) != policy.init():
+        raise _fail("init", "`scale=None` must mean the same as no `scale`")
+    for exponent in (-4, 0, 3, 10, 15):
+        scale = 2.0**exponent
+        state = policy.init(scale=scale)
+        try:
+            expected = replace(policy, init_scale=scale).init()
+        except (TypeError, ValueError):  # no such field, or outside its bounds
+            expected = state
+        if state != expected:
+            detail = f"`scale={scale!r}` gave {state!r}, `init_scale` {expected!r}"
+            raise _fail("init", detail)
+        hidden = map_state(_reveal, policy.init(scale=Opaque(scale)))
+        if hidden != state:
+            detail = f"a scale on a device gave {hidden!r}, a plain one {state!r}"
+            raise _fail("no host read", detail)
 
 
 # --- saving ------------------------------------------------------------------------
@@ -300,10 +328,11 @@ def _check_no_host_read(policy: Any) -> None:
 def _tour() -> list[Event]:
     """Make one history that visits every kind of event."""
     events: list[Event] = []
+    due = MEASUREMENTS["underflow"].due
     for index in range(96):
         finite = index % 7 != 6 and not 40 <= index < 44
         amax = -math.inf if index % 31 == 30 else float(index % 19) - 6.0
-        underflow = 0.01 * (index % 3) if index % 16 == 0 else math.nan
+        underflow = 0.01 * (index % 3) if due(index) else math.nan
         events.append((finite, amax, underflow, 2.0 ** (index % 23 - 11)))
     return events
 

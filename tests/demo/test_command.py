@@ -13,6 +13,8 @@ import pytest
 
 import buoy
 
+pytestmark = pytest.mark.slow  # starts processes
+
 SOURCE = str(Path(buoy.__file__).parents[1])
 
 

@@ -32,9 +32,13 @@ def browser():
     driver.quit()
 
 
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="Chromium or its driver is missing: make browser"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER),
+        reason="Chromium or its driver is missing: make browser",
+    ),
+]
 
 
 def complaints(browser):

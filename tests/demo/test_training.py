@@ -7,6 +7,8 @@ from buoy.demo.columns import COLUMNS
 from buoy.demo.train import Run, train
 from buoy.demo.workloads import WORKLOADS
 
+pytestmark = pytest.mark.slow  # trains
+
 
 def trained(workload, column, seed=0, steps=None):
     """Train in this process."""

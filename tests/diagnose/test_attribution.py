@@ -31,6 +31,7 @@ def culprit_of(model, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_module_of_twelve_blocks_is_named_when_it_overflows(direction):
     """Injected into each of them in turn, in either direction: all are found."""
@@ -257,7 +258,7 @@ def test_nothing_is_left_behind(fails):
 
     scaler.scale(model(x).square().mean()).backward()
     before, state = everything(model), scaler.state_dict()
-    losses, stages = list(scaler._losses), dict(scaler._per_optimizer_states)
+    losses, stages = list(scaler._iteration.losses), dict(scaler._per_optimizer_states)
     if fails:
         with pytest.raises(KeyError):
             first_nonfinite(model, step)
@@ -266,7 +267,7 @@ def test_nothing_is_left_behind(fails):
 
     assert same(before, everything(model))
     assert state == scaler.state_dict()
-    assert losses == list(scaler._losses)
+    assert losses == list(scaler._iteration.losses)
     assert stages == dict(scaler._per_optimizer_states)
     scaler.step(optimizer)
     scaler.update()
@@ -288,8 +289,8 @@ def test_a_step_may_use_all_that_a_scaler_offers(way):
         if way == "run":
             scaler.run(lambda: scaler.scale(loss()).backward(), optimizer)
         elif way == "accumulate":
-            with scaler.accumulate(1, optimizer):
-                scaler.scale(loss()).backward()
+            with scaler.accumulate(1, optimizer) as window:
+                window.backward(loss())
             scaler.step(optimizer)
         else:
             scaler.backward({"a": loss(), "b": loss()}, optimizer)

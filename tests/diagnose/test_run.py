@@ -15,6 +15,8 @@ import buoy.trace
 from buoy.diagnose import examine
 from buoy.diagnose.replace import Replacement, replaced
 
+pytestmark = pytest.mark.slow  # starts processes
+
 SCRIPTS = Path(__file__).parent / "scripts"
 SOURCE = str(Path(buoy.__file__).parents[1])
 BAD = sorted(path.stem.removeprefix("bad_") for path in SCRIPTS.glob("bad_*.py"))

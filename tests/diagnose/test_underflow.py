@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformer import Transformer, batch, loss_of
 
+from buoy._backends.torch.exponents import exponents
 from buoy.diagnose import estimate_run, estimate_underflow
 from buoy.torch import GradScaler
 from buoy.torch.errors import OptionError
-from buoy.torch.exponents import exponents
 from buoy.trace import Counts, Recording, load
 
 

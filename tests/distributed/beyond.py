@@ -7,7 +7,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from buoy.torch import AccumulateError, GradScaler, SpikeGuard, local_scales
+from buoy.torch import CallOrderError, GradScaler, SpikeGuard, local_scales
 
 
 def network(seed=0):
@@ -47,9 +47,9 @@ def run_again(policy, fused):
     return attempts, applied, summary(model, scaler)
 
 
-def windows(sync):
+def windows(sync, views):
     """A micro-batch is bad on one rank: all drop it."""
-    model = DistributedDataParallel(network())
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=views)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scaler = GradScaler("cpu", sync=sync, init_scale=2.0**8)
     scaler.guard(model)
@@ -59,7 +59,7 @@ def windows(sync):
             for part in range(4):
                 bad = dist.get_rank() == 1 and (step, part) == (1, 2)
                 factor = math.inf if bad else 0.25
-                scaler.scale(loss_of(model, 4 * step + part) * factor).backward()
+                window.backward(loss_of(model, 4 * step + part) * factor)
         scaler.step(optimizer)
         scaler.update()
         dropped.append(window.dropped)
@@ -73,9 +73,9 @@ def unshared():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scaler = GradScaler("cpu", model=model)
     try:
-        with scaler.accumulate(2, optimizer), model.no_sync():
-            scaler.scale(loss_of(model, 0))
-    except AccumulateError as error:
+        with scaler.accumulate(2, optimizer) as window, model.no_sync():
+            window.backward(loss_of(model, 0))
+    except CallOrderError as error:
         return str(error)
     return None
 

@@ -4,7 +4,7 @@ A layout is built once per process and reset for every schedule.  `train` runs w
 the layout lives, on every rank; `alone` runs the same events on the whole network.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -118,6 +118,7 @@ class Layout:
     fused = True  # torch's fused optimizers take it
     share = (0, 1)  # which part of each batch this rank works on
     whole: Any = Net  # the unsharded network
+    options: ClassVar[dict[str, Any]] = {}  # what a scaler needs to know the norm
 
     def __init__(self) -> None:
         self.build()
@@ -195,6 +196,8 @@ class Fsdp1(Layout):
         self.model = FullyShardedDataParallel(
             Net(), use_orig_params=self.original, device_id=torch.device("cpu")
         )
+        if self.original:
+            self.options = {"model": self.model}
 
     def full(self) -> dict[str, torch.Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
@@ -330,6 +333,8 @@ class ExpertParallel(Layout):
         self.shared = fully_shard(whole.shared, mesh=init_device_mesh("cpu", (4,)))
         self.expert = fully_shard(whole.experts[self.mine], mesh=mesh["dp"])
         self.model = lambda x: self.expert(torch.tanh(self.shared(x)))
+        mine, columns = {*self.expert.parameters()}, mesh["ep"].get_group()
+        self.options = {"norm_group": lambda p: columns if p in mine else None}
 
     def params(self) -> list[Any]:
         return [*self.expert.parameters(), *self.shared.parameters()]
@@ -358,6 +363,7 @@ class Pipe(Layout):
         self.names = ("norm", "up") if self.rank == 0 else ("down",)
         self.mine = first if self.rank == 0 else net.down
         self.net = net
+        self.options = {"norm_group": dist.group.WORLD}
 
     def params(self) -> list[Any]:
         return list(self.mine.parameters())
@@ -427,7 +433,8 @@ def alone(name: str, schedule: Schedule) -> Run:
 
 
 def _run(layout: Layout, schedule: Schedule, rank: int | None) -> Run:
-    how = {"growth_interval": 2} if schedule.policy is None else {}
+    how: Any = {"growth_interval": 2} if schedule.policy is None else {}
+    how |= layout.options
     scaler = GradScaler("cpu", 2.0**10, policy=schedule.policy, **how)
     layout.reset(scaler)
     optimizer = OPTIMIZERS[schedule.optimizer](layout.params())

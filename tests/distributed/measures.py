@@ -1,11 +1,10 @@
 """What crews are asked to measure: norms in places where they once went wrong."""
 
-import gc
 import math
 from typing import Any
 
 import torch
-from tasks import layer
+from tasks import columns, layer
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -41,7 +40,7 @@ def dormant(original: bool, by_hand: bool) -> list[tuple[float, float]]:
     sharded = FullyShardedDataParallel(model, **how)
     true = torch.optim.SGD(whole.parameters(), lr=0.5)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
-    scaler = GradScaler("cpu", 8.0)
+    scaler = GradScaler("cpu", 8.0, model=sharded)
     found = []
     for step in range(4):
         true.zero_grad()
@@ -68,7 +67,8 @@ def idle_experts(idle: str) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     shared, expert = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4))
     optimizer = torch.optim.SGD([shared, expert], lr=0.0)
-    scaler, found = GradScaler("cpu", 4.0), []
+    group = {expert: columns()}.get
+    scaler, found = GradScaler("cpu", 4.0, norm_group=group), []
     for step in range(4):
         grads = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         grads[1 + step :] = 0.0
@@ -154,39 +154,16 @@ def guarded_without_gradients() -> Any:
     return scaler.last_step.applied, scaler.last_step.norm
 
 
-def optimizers_come_and_go(replaced: str) -> int:
-    """Clip with optimizers whose places in memory others had, on some ranks."""
-    scaler, kept, places = GradScaler("cpu", 64.0), [], set()
-    model = layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(12):
-        if replaced == "optimizer":
-            del optimizer
-            gc.collect(1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        else:
-            del model, optimizer
-            gc.collect(1)
-            model = layer()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        places.add(id(optimizer))
-        if dist.get_rank() == 1 and step % 2:
-            kept.append((model, optimizer))
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    return len(places)
-
-
 def replaced_parameters() -> list[float]:
     """Give one optimizer a part that all ranks hold, then one of each rank's own."""
-    scaler, found = GradScaler("cpu", 1.0), []
+    apart: Any = {}
+    scaler, found = GradScaler("cpu", 1.0, norm_group=apart.get), []
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1)
     for own in (0.0, 1.0):
         part = nn.Parameter(torch.arange(4.0) + own * dist.get_rank())
         part.grad = torch.ones(4)
+        if own:
+            apart[part] = dist.group.WORLD
         optimizer.param_groups[0]["params"] = [part]
         scaler.scale(torch.zeros((), requires_grad=True))
         found.append(scaler.clip_grad_norm_(optimizer, 1e9).item())

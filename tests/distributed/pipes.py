@@ -101,7 +101,8 @@ def four() -> list[nn.Module]:
 
 def looped(kind: str, overflow: bool) -> Any:
     """Run a rank's two stages; with an overflow, the first rank's overflows once."""
-    rank, scaler, cpu = dist.get_rank(), GradScaler("cpu", 64.0), torch.device("cpu")
+    scaler = GradScaler("cpu", 64.0, norm_group=dist.group.WORLD)
+    rank, cpu = dist.get_rank(), torch.device("cpu")
     stages = {place: four()[place] for place in (rank, 2 + rank)}
     made = [PipelineStage(stage, place, 4, cpu) for place, stage in stages.items()]
     schedule = {

@@ -3,12 +3,16 @@
 import copy
 import math
 import pickle
+import warnings
 from typing import Any
 
 import torch
 from tasks import layer, one_step
 from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.nn.parallel import DistributedDataParallel
 
 from buoy.torch import GradScaler, RankMismatchError
 
@@ -47,7 +51,7 @@ def own_line() -> Any:
     scaler = GradScaler("cpu", 64.0)
     scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
     scaler.step(optimizer)
-    (line,) = scaler._ranks.lines(torch.device("cpu"))
+    (line,) = scaler._agreement.ranks.send_groups(torch.device("cpu"))
     return dist.get_backend(), line is dist.group.WORLD
 
 
@@ -78,17 +82,59 @@ def copied(given: bool) -> Any:
     copies = [copy.deepcopy(scaler), again]
     bad = math.inf if dist.get_rank() == 1 else None
     members = [scaler, *copies, scaler.group("another")]
-    found = [one_step_of(member, model, optimizer, bad) for member in members]
+    roots = [scaler, *copies, scaler]
+    found = [
+        one_step_of(root, member, model, optimizer, bad)
+        for root, member in zip(roots, members, strict=True)
+    ]
     return found, [member.get_scale() for member in members]
 
 
-def one_step_of(scaler: Any, model: Any, optimizer: Any, bad: float | None) -> bool:
-    """Take a step with a scaler, or with a group of one."""
+def one_step_of(
+    root: Any, scaler: Any, model: Any, optimizer: Any, bad: float | None
+) -> bool:
+    """Take a step with a scaler, or with a group of `root`."""
     optimizer.zero_grad()
     scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
     if bad is not None:
         model.weight.grad[0, 0] = bad
     scaler.step(optimizer)
-    root = scaler if scaler._parent is None else scaler._parent()
     root.update()
     return scaler.last_step.applied
+
+
+def uneven() -> Any:
+    """Let DDP's own `Join` end rank 0's epoch before rank 1's."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 64.0, growth_interval=3)
+    before = []
+    try:
+        with warnings.catch_warnings(), Join([model]):
+            for _ in range(2 + dist.get_rank()):
+                before = [param.detach().clone() for param in model.parameters()]
+                one_step(scaler, model, optimizer)
+    except RuntimeError as error:
+        same = zip(before, model.parameters(), strict=True)
+        kept = all(torch.equal(a, b) for a, b in same)
+        return type(error).__name__, getattr(error, "absent", None), str(error), kept
+    return "nothing happened"
+
+
+def compiled() -> str:
+    """Compile a step that other ranks take part in."""
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 64.0, sync="never")
+    scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step() -> None:
+        scaler.step(optimizer)
+
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing happened"

@@ -53,30 +53,28 @@ def one_step(
 # -- ranks that differ ----------------------------------------------------------------
 
 
-def differ(
-    what: str, kind: str, on_mismatch: str, policy: str | None, hidden: bool
-) -> Any:
+def differ(what: str, kind: str, policy: str | None, hidden: bool) -> Any:
     """Let rank 1 hold another scale or counter; say what comes of it."""
     seen = backend.in_host_memory
     if hidden:
         backend.in_host_memory = lambda tensor: False
     try:
-        return _differ(what, kind, on_mismatch, policy)
+        return _differ(what, kind, policy)
     finally:
         backend.in_host_memory = seen
 
 
-def _differ(what: str, kind: str, on_mismatch: str, policy: str | None) -> Any:
+def _differ(what: str, kind: str, policy: str | None) -> Any:
     model = layer()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", 64.0, policy=policy, on_mismatch=on_mismatch)
+    scaler = GradScaler("cpu", 64.0, policy=policy)
     one_step(scaler, model, optimizer)
     if dist.get_rank() == 1:
         state = scaler.state_dict()
         if what == "scale":
             scaler.update(16.0)
         elif what == "turn":
-            scaler._turn += 3
+            scaler._rule.turn += 3
         else:
             scaler.load_state_dict({**state, "_growth_tracker": 7})
     before = [p.detach().clone() for p in model.parameters()]
@@ -85,7 +83,7 @@ def _differ(what: str, kind: str, on_mismatch: str, policy: str | None) -> Any:
     except RankMismatchError as error:
         still = zip(before, model.parameters(), strict=True)
         return str(error), error.held, all(torch.equal(a, b) for a, b in still)
-    return applied, scaler.get_scale(), scaler._turn
+    return applied, scaler.get_scale(), scaler._rule.turn
 
 
 def late(kind: str) -> Any:
@@ -242,7 +240,9 @@ def overlaps(fused: bool) -> bool:
     if dist.get_rank() == 1:
         store.wait([key])
     if fused:
-        scaler._check_grads(optimizer)
+        work = scaler._per_optimizer_states[id(optimizer)]
+        work.optimizer = optimizer
+        scaler._survey.agree(work, scaler._survey.check(work))
     else:
         scaler.unscale_(optimizer)
     if dist.get_rank() == 0:
@@ -333,7 +333,7 @@ def jump(silent: int | None) -> Any:
 def norm_of(name: str, order: float, size: float) -> float:
     """Take the norm of one step's gradients, made larger by a factor."""
     layout = built(name)
-    scaler = GradScaler("cpu", 1.0)
+    scaler = GradScaler("cpu", 1.0, **layout.options)
     layout.reset(scaler)
     optimizer = OPTIMIZERS["sgd"](layout.params())
     optimizer.zero_grad()
@@ -345,9 +345,15 @@ def norm_of(name: str, order: float, size: float) -> float:
     return scaler.clip_grad_norm_(optimizer, 1e30, order).item()
 
 
+def columns() -> Any:
+    """Give the group of the ranks that hold the parts of one model, of four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("part", "copy"))
+    return mesh["part"].get_group()
+
+
 def norm_by_place(kind: str) -> Any:
     """Take norms of plain parameters whose places only the ranks together know."""
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.group.WORLD
     torch.manual_seed(rank // 2 if kind == "replicated stages" else 0)
     if kind == "zeros":  # two stages that begin with the same numbers
         held = [nn.Parameter(torch.zeros(4))]
@@ -358,11 +364,13 @@ def norm_by_place(kind: str) -> Any:
         own = nn.Parameter(torch.full((4,), float(rank)))
         own.grad = torch.ones(4)
         held = [tied, own] if rank == 0 else [own, tied]
+        group = {own: group}.get
     else:
         held = [nn.Parameter(torch.randn(4))]
         held[0].grad = torch.full((4,), 1.0 + rank // 2)
+        group = columns()
     optimizer = torch.optim.SGD(held, lr=0.1)
-    scaler = GradScaler("cpu", 1.0)
+    scaler = GradScaler("cpu", 1.0, norm_group=group)
     scaler.scale(torch.zeros((), requires_grad=True))
     return scaler.clip_grad_norm_(optimizer, 1e9).item()
 

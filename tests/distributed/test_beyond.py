@@ -3,6 +3,8 @@
 import beyond
 import pytest
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 @pytest.mark.parametrize("policy", [None, "headroom"])
 @pytest.mark.parametrize("fused", [False, True])
@@ -20,9 +22,10 @@ def test_all_ranks_run_again_or_none(policy, fused, crew_of):
 @pytest.mark.parametrize("sync", ["auto", "never"])
 def test_all_ranks_drop_the_same_micro_batch(sync, crew_of):
     """Its statistics do not count either."""
-    one, two = crew_of(2).run(beyond.windows, sync)
+    one, two = crew_of(2).run(beyond.windows, sync, False)
 
     assert one == two
+    assert [one, two] == crew_of(2).run(beyond.windows, sync, True)
     assert [0, 1, 0] == one[0]
     assert 11 == one[1]
 

@@ -1,11 +1,11 @@
 """Checkpoints through torch.distributed.checkpoint, on another number of ranks."""
 
-import time
-
 import pytest
 import tasks
 import torch
 from crew import Crew
+
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def equal(found, expected):
@@ -27,21 +27,18 @@ def test_a_run_goes_on_with_fewer_ranks(policy, tmp_path, crew_of):
 
 
 def test_a_killed_rank_ends_the_others_and_the_checkpoint_goes_on(tmp_path, crew_of):
-    """An error within the timeout, then the same scale on another number of ranks."""
-    folder, timeout = str(tmp_path), 6.0
-    crew = Crew(4, timeout=timeout)
+    """An error, not a hang, then the same scale on another number of ranks."""
+    folder = str(tmp_path)
+    crew = Crew(4, timeout=6.0)
     try:
         crew.run(tasks.nobody_scales)  # all have started
-        start = time.monotonic()
         found = crew.outcomes(tasks.train_and_save, folder, 0, 10, 3, None)
-        took = time.monotonic() - start
     finally:
         crew.close()
     assert ["RuntimeError"] * 3 + ["gone"] == [
         "RuntimeError" if error.kind.endswith("Error") else error.kind
         for error in found
     ]
-    assert took < timeout + 10.0  # of which the steps before took some
 
     resumed = crew_of(2).run(tasks.train_and_save, folder, 4, 10, None, None)
     whole = crew_of(1).run(

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, OPTIMIZERS, Event, Schedule
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 def events(size: int) -> st.SearchStrategy[Event | None]:
     """Draw an overflow on one rank, or that nothing happens."""

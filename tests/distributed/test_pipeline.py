@@ -5,6 +5,8 @@ import pipes
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 def test_two_stages_in_fp16_match_the_unpipelined_run(kind, crew_of):

@@ -9,6 +9,8 @@ import pytest
 import tasks
 from layouts import LAYOUTS, OTHERS, Event
 
+pytestmark = pytest.mark.slow  # starts processes
+
 # layout, optimizer, torch's scaler, where the overflow is, what torch does
 FAILURES = {
     "a parameter outside DDP": ("ddp and more", "sgd", "stock", Event(1, 0, 0), "part"),

@@ -38,6 +38,7 @@ def through_equinox(held, fresh, folder):
     return eqx.tree_deserialise_leaves(folder / "at", fresh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [through_orbax, through_flax, through_equinox])
 @pytest.mark.parametrize("policy", ["headroom", "megatron"])
 def test_a_run_resumes_to_the_bit(policy, way, tmp_path):
@@ -66,6 +67,7 @@ def made(policy, cache={}):  # noqa: B006 - compiled once for all three
     return cache[policy]
 
 
+@pytest.mark.slow
 def test_a_train_state_goes_through_bytes():
     """With masters and a chain around: what flax's own examples save."""
     tx = optax.chain(loss_scaled(master_weights(optax.adam(1e-2))), optax.identity())

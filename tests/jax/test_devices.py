@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_four_devices_in_one_process():
     """SPMD jit, shard_map and pmap over four devices hold what they must."""
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -26,6 +29,7 @@ def test_four_devices_in_one_process():
     assert "skipped" not in run.stdout
 
 
+@pytest.mark.slow
 def test_two_processes():
     """With jax.distributed, both end every step with the same scale and weights."""
     with socket.socket() as free:

@@ -1,9 +1,12 @@
 """The example shows what it says: FP16 needs a scale, and then learns as FP32 does."""
 
+import pytest
+
 import buoy.trace
 from examples.jax_char_transformer import main
 
 
+@pytest.mark.slow
 def test_the_transformer_learns_in_fp16_with_a_scale_alone(tmp_path, capsys):
     """A shortened run: with scaling the loss is FP32's, without it stays behind."""
     told = main(["--steps", "30", "--trace", str(tmp_path)])

@@ -116,6 +116,7 @@ def test_gradients_carry_the_planned_scale_even_if_a_lower_one_was_foreseen():
     np.testing.assert_allclose(found, expected["first"]["w"], rtol=2e-2, atol=1.0)
 
 
+@pytest.mark.slow
 def test_without_the_loss_nothing_is_foreseen_and_nothing_is_wrong():
     """`update` without `value=` costs foresight alone."""
     tx = loss_scaled(optax.sgd(1e-3), "headroom")

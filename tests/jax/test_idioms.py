@@ -35,6 +35,7 @@ def assert_learns(losses, state, skipped):
     assert scale_of(state) > 1
 
 
+@pytest.mark.slow
 def test_flax_linen_train_state():
     """`apply_gradients` as ever; the scale is found in the TrainState."""
     model = linen.Sequential([linen.Dense(8, dtype=jnp.float16), linen.Dense(1)])
@@ -97,6 +98,7 @@ def test_a_train_state_that_sees_the_loss():
     assert step._cache_size() <= 2  # flax starts from a plain 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [nnx.value_and_grad])
 def test_flax_nnx_optimizer(transform):
     """The optimizer's variables hold the state; `nnx.jit` carries them."""
@@ -129,6 +131,7 @@ def test_flax_nnx_optimizer(transform):
     assert 0.0 < last_step(optimizer).loss < 1.0
 
 
+@pytest.mark.slow
 def test_equinox():
     """Filtered transformations pass through; what is static stays."""
     model = eqx.nn.MLP(8, 1, 8, 1, key=jax.random.key(0))
@@ -171,6 +174,7 @@ def test_accumulation_leaves_out_the_bad_micro_batch_alone():
     assert np.any(ends[0]["last"]["w"] != params_of()["last"]["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", range(3))
 def test_a_chain_in_any_position(where):
     """Before and after it stand others; the state is found, and the step is right."""
@@ -206,6 +210,7 @@ def test_optax_wrappers_around_it():
     assert not np.any(updates["frozen"])
 
 
+@pytest.mark.slow
 def test_injected_learning_rates_inside():
     """`inject_hyperparams` has weakly typed numbers in its state: they are kept."""
     tx = loss_scaled(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))

@@ -29,6 +29,7 @@ def ends(tx, dtype, steps=150):
     return float(loss_fn(params, batch_of(0))), params, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "order"), [(jnp.float16, "inside"), (jnp.bfloat16, "around")]
 )
@@ -53,6 +54,7 @@ def test_half_parameters_learn_as_float32_ones(dtype, order):
         np.testing.assert_array_equal(master.astype(dtype), param)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_masters_alone():
     """Both orders: neither the masters nor the weights move."""
     params = params_of(dtype=jnp.float16)

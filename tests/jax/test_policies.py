@@ -79,6 +79,7 @@ def needs_x64(policy):
 TOGETHER = 12  # policies in a program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(load()))
 def test_presets_keep_to_their_golden_traces(preset):
     """Every trace through `loss_scaled`, jit and scan: the real scaler's own scales."""

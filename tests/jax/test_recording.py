@@ -11,9 +11,10 @@ import buoy
 import buoy.report
 import buoy.trace
 from buoy.jax import (
-    BuoyWarning,
     Feed,
     OptionError,
+    StuckError,
+    StuckWarning,
     last_step,
     loss_scaled,
     value_and_grad,
@@ -70,6 +71,7 @@ def test_what_was_recorded_can_be_replayed(tmp_path):
     assert 30 == buoy.replay(trace, buoy.policy("torch"))[0].steps
 
 
+@pytest.mark.slow
 def test_the_report_reads_it_as_it_reads_any_other(tmp_path):
     """Figures, causes, layers by key path and where it ran: all on the page."""
     params, state = params_of(), TX.init(params_of())
@@ -146,14 +148,56 @@ def test_histograms_of_the_scaled_gradients(tmp_path):
     assert 2 == counts.counts[30]
 
 
-def test_a_run_that_is_stuck_is_said_aloud(tmp_path):
-    """Once, with the cause; the run goes on."""
-    with pytest.warns(BuoyWarning, match="stuck.*skipped.*`first.b`.*inf or NaN"):
-        run, _, _ = recorded(tmp_path / "run.buoy", 40, bad=set(range(40)))
+def test_a_run_that_is_stuck_is_warned_about(tmp_path):
+    """Once, with the cause, at the user's line; the run goes on."""
+    with pytest.warns(StuckWarning) as caught:
+        run, _, _ = recorded(tmp_path / "run.buoy", 120, bad=set(range(120)))
 
-    assert 40 == len(run.rows)
+    (warning,) = caught
+    assert re.search("stuck.*50 .*skipped.*`first.b`.*inf or NaN", str(warning.message))
+    assert __file__ == warning.filename
+    assert 120 == len(run.rows)
 
 
+def test_a_run_that_learns_nothing_is_warned_about():
+    """Applied steps whose gradients are all exactly zero."""
+    rows, found = [], []
+    tx = loss_scaled(optax.sgd(0.1), "static")
+    state = tx.init(jnp.ones(2))
+
+    class Keeps:
+        def step(self, **facts):
+            rows.append(facts["applied"])
+
+    feed = Feed(Keeps(), every=4, on_stuck=found.append, patience=8)
+    for _ in range(20):
+        _, state = tx.update(jnp.zeros(2), state)
+        feed(state)
+    feed.flush()
+
+    assert [True] * 20 == rows
+    assert [(8, "applied")] == [(stuck.zeros, stuck.verdict) for stuck in found]
+
+
+def test_a_stuck_run_can_be_stopped(tmp_path):
+    """With an error that has the verdict; the trace is whole."""
+    tx = loss_scaled(optax.sgd(0.1), "static")
+    state = tx.init(jnp.ones(2))
+    recorder = buoy.trace.Recorder(tmp_path / "run.buoy")
+    feed = Feed(recorder, on_stuck="raise", patience=4)
+    for _ in range(6):
+        _, state = tx.update(jnp.full(2, jnp.inf), state)
+        feed(state)
+    with pytest.raises(StuckError, match="4 steps in a row") as caught:
+        recorder.close()
+
+    assert "scale_too_high" == caught.value.verdict
+    assert 6 == len(buoy.trace.load(recorder.path).rows)
+    with pytest.raises(OptionError, match="`patience` must be a whole number"):
+        Feed(recorder, patience=0)
+
+
+@pytest.mark.slow
 def test_steps_that_nobody_asked_about_are_counted(tmp_path):
     """A scan of a hundred steps overwrites what 32 rows hold."""
     state = TX.init(params_of())

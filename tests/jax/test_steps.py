@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import buoy
+from buoy._core.policies.presets import PeerBackoff, Quirks
 from buoy.jax import applied_of, last_step, loss_scaled
 from tests.jax.nets import batch_of, params_of, stepper
 
@@ -125,8 +126,8 @@ def test_what_must_not_move_on_skips_is_gated_under_jit():
 
 def test_a_policy_that_gives_up_says_so():
     """Presets that stop at their floor flag it; nothing raises inside jit."""
-    quirks = buoy.Quirks(stop_at_floor=True)
-    policy = buoy.Backoff(init_scale=2.0, min_scale=1.0, quirks=quirks)
+    quirks = Quirks(stop_at_floor=True)
+    policy = PeerBackoff(init_scale=2.0, min_scale=1.0, quirks=quirks)
     tx = loss_scaled(optax.sgd(0.1), policy)
     update = jax.jit(tx.update)
     _, state = update(BAD, tx.init(PARAMS), PARAMS)

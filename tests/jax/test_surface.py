@@ -8,8 +8,9 @@ import buoy.jax
 PUBLIC = """
 BuoyWarning Dtypes Feed IntegerLeafError LastStep LossError LossScaledState MasterState
 MissingAxisError NoScaleError NoStepError OptionError
-SeveralScalesError StructureError UnboundAxisError UnhashablePolicyError applied_of cast
-last_step loss_scaled master_weights scale_of value_and_grad
+SeveralScalesError StructureError Stuck StuckError StuckWarning UnboundAxisError
+UnhashablePolicyError applied_of cast last_step loss_scaled master_weights scale_of
+value_and_grad
 """.split()
 
 

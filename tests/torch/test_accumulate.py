@@ -1,6 +1,7 @@
 """Windows of micro-batches: only the bad one is lost, or none."""
 
 import contextlib
+import copy
 import math
 
 import pytest
@@ -9,7 +10,8 @@ from nets import OPTIMIZERS, batch, loss_of, net
 from no_host_reads import no_host_reads
 from torch import nn
 
-from buoy.torch import AccumulateError, GradScaler, NoGradientsError
+from buoy._backends import torch as backend
+from buoy.torch import CallOrderError, GradScaler
 
 N = 8
 
@@ -19,7 +21,7 @@ def window(scaler, model, optimizer, numbers, bad=(), *, clip=None):
     with scaler.accumulate(N, optimizer) as opened:
         for number in numbers:
             factor = math.inf if number in bad else 1.0
-            scaler.scale(loss_of(model, number) * factor / N).backward()
+            opened.backward(loss_of(model, number) * factor / N)
     if clip is not None:
         scaler.clip_grad_norm_(optimizer, clip)
     scaler.step(optimizer)
@@ -120,70 +122,16 @@ def test_the_scale_stands_still_inside(policy):
     scaler = GradScaler("cpu", policy=policy)
     for start in range(0, 40, N):
         seen = set()
-        with scaler.accumulate(N, optimizer):
+        with scaler.accumulate(N, optimizer) as opened:
             for number in range(start, start + N):
                 factor = math.inf if number == start + 2 else 1.0
-                scaler.scale(loss_of(model, number) * factor / N).backward()
+                opened.backward(loss_of(model, number) * factor / N)
                 seen.add(scaler.get_scale())
         scaler.step(optimizer)
         scaler.update()
 
         assert 1 == len(seen)
         assert scaler.last_step.applied
-
-
-def test_a_bad_micro_batch_is_run_again():
-    """With the same dropout and statistics: nothing is lost at all."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
-    )
-    twin = nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
-    )
-    twin.load_state_dict(model.state_dict())
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    other = OPTIMIZERS["sgd"](twin.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**24, model=model)
-
-    def loss_in_half(net_, number):
-        x, y = batch(number)
-        return (net_(x).half().float() - y).square().mean() / N
-
-    torch.manual_seed(9)
-    with scaler.accumulate(N, optimizer) as opened:
-        for number in range(N):
-            opened.run(lambda n=number: scaler.scale(loss_in_half(model, n)).backward())
-    scaler.step(optimizer)
-    scaler.update()
-    torch.manual_seed(9)
-    for number in range(N):
-        loss_in_half(twin, number).backward()
-    other.step()
-
-    assert 0 == opened.dropped
-    assert N == model[1].num_batches_tracked
-    assert scaler.get_scale() < 2.0**24
-    close(model, twin, rtol=2e-3, atol=2e-5)
-
-
-def test_what_cannot_be_cured_is_dropped_by_run_too():
-    """A loss that is NaN by itself is not run again."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler, attempts = GradScaler("cpu"), []
-
-    def micro(number):
-        attempts.append(number)
-        factor = math.nan if number == 1 else 1.0
-        scaler.scale(loss_of(model, number) * factor).backward()
-
-    with scaler.accumulate(3, optimizer) as opened:
-        for number in range(3):
-            opened.run(lambda n=number: micro(n), modules=())
-
-    assert [0, 1, 2] == attempts
-    assert 1 == opened.dropped
 
 
 def test_guarded_buffers_follow_the_good_ones():
@@ -200,6 +148,26 @@ def test_guarded_buffers_follow_the_good_ones():
 
 
 @pytest.mark.parametrize("hidden", [False, True])
+def test_guarded_buffers_are_those_of_the_good_ones_alone(hidden):
+    """Where nobody asks the device, too: the bad are undone and the good are kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", sync="never")
+    scaler.guard(model)
+    guarded = no_host_reads(hidden=True) if hidden else contextlib.nullcontext()
+
+    with guarded:
+        window(scaler, model, optimizer, range(N), bad={2, 5})
+
+    for number in set(range(N)) - {2, 5}:
+        twin(batch(number)[0])
+    for name, value in twin.named_buffers():
+        assert torch.equal(value, model.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("hidden", [False, True])
 def test_sparse_gradients_are_kept_apart_too(hidden):
     """Of a bad micro-batch nothing is left."""
     table = nn.Embedding(5, 3, sparse=True)
@@ -207,9 +175,9 @@ def test_sparse_gradients_are_kept_apart_too(hidden):
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     scaler = GradScaler("cpu", init_scale=8.0)
     guarded = no_host_reads(hidden=True) if hidden else contextlib.nullcontext()
-    with guarded, scaler.accumulate(2, optimizer):
+    with guarded, scaler.accumulate(2, optimizer) as opened:
         for row, factor in ((1, 1.0), (2, math.inf)):
-            scaler.scale(table(torch.tensor([row])).sum() * factor).backward()
+            opened.backward(table(torch.tensor([row])).sum() * factor)
     scaler.step(optimizer)
     scaler.update()
 
@@ -223,10 +191,10 @@ def test_an_optimizer_without_gradients_is_not_stepped():
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     other = OPTIMIZERS["adamw"](idle.parameters())
     scaler = GradScaler("cpu")
-    with scaler.accumulate(1, optimizer, other):
-        scaler.scale(loss_of(model, 0)).backward()
+    with scaler.accumulate(1, optimizer, other) as opened:
+        opened.backward(loss_of(model, 0))
     scaler.step(optimizer)
-    with pytest.raises(NoGradientsError):
+    with pytest.raises(CallOrderError):
         scaler.step(other)
 
 
@@ -237,7 +205,7 @@ def test_an_error_inside_leaves_no_window_open():
     scaler = GradScaler("cpu")
     opened = scaler.accumulate(N, optimizer)
     opened.__enter__()
-    scaler.scale(loss_of(model, 0)).backward()
+    opened.backward(loss_of(model, 0))
     opened.__exit__(KeyError, KeyError(), None)
 
     assert all(param.grad is None for param in model.parameters())
@@ -249,11 +217,11 @@ def test_known_optimizers_need_not_be_named():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     scaler = GradScaler("cpu")
-    with pytest.raises(AccumulateError, match=r"scaler.accumulate\(n, optimizer\)"):
+    with pytest.raises(CallOrderError, match=r"scaler.accumulate\(n, optimizer\)"):
         scaler.accumulate(N)
     window(scaler, model, optimizer, range(N))
-    with scaler.accumulate(2):
-        scaler.scale(loss_of(model, 0)).backward()
+    with scaler.accumulate(2) as opened:
+        opened.backward(loss_of(model, 0))
     scaler.step(optimizer)
     scaler.update()
 
@@ -275,19 +243,106 @@ def test_mistakes_are_told():
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     scaler = GradScaler("cpu")
     for wrong in (0, 2.0, True):
-        with pytest.raises(AccumulateError, match="at least 1"):
+        with pytest.raises(CallOrderError, match="at least 1"):
             scaler.accumulate(wrong, optimizer)
     with scaler.accumulate(1, optimizer) as opened:
-        scaler.scale(loss_of(model, 0)).backward()
-        with pytest.raises(AccumulateError, match="add up the losses"):
-            scaler.scale(loss_of(model, 1))
-        with pytest.raises(AccumulateError, match="open already"):
+        opened.backward(loss_of(model, 0))
+        with pytest.raises(CallOrderError, match="add up the losses"):
+            opened.backward(loss_of(model, 1))
+        with pytest.raises(CallOrderError, match="open already"):
             scaler.accumulate(1, optimizer).__enter__()
-        with pytest.raises(AccumulateError, match="Leave the"):
-            scaler.step(optimizer)
-        with pytest.raises(AccumulateError, match="Leave the"):
-            scaler.update()
-        with pytest.raises(NoGradientsError, match="window.run"):
-            opened.run(lambda: None, modules=())
-    with pytest.raises(AccumulateError, match="before the next window"):
+        for method in (
+            scaler.step,
+            scaler.unscale_,
+            lambda o: scaler.clip_grad_norm_(o, 1.0),
+            lambda o: scaler.clip_grad_value_(o, 1.0),
+            lambda _: scaler.update(),
+        ):
+            with pytest.raises(CallOrderError, match="Leave the"):
+                method(optimizer)
+    with pytest.raises(CallOrderError, match="before the next window"):
         scaler.accumulate(1, optimizer).__enter__()
+    with pytest.raises(CallOrderError, match="Call it inside"):
+        opened.backward(loss_of(model, 0))
+
+
+@pytest.mark.parametrize("policy", [None, "headroom"])
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+def test_a_step_inside_is_refused_after_a_micro_batch(kind, policy):
+    """Also where a policy has had its gradients measured already."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", policy=policy)
+    with scaler.accumulate(2, optimizer) as opened:
+        for number in range(2):
+            opened.backward(loss_of(model, number) / 2)
+            with pytest.raises(CallOrderError, match="Leave the"):
+                scaler.step(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loss_that_passes_the_window_by_is_refused(again):
+    """Its gradients were not checked; nothing of the window is left behind."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+
+    def by_hand():
+        with scaler.accumulate(2, optimizer) as opened:
+            scaler.scale(loss_of(model, 0)).backward()
+            if again:
+                opened.backward(loss_of(model, 1))
+
+    with pytest.raises(CallOrderError, match=r"window\.backward\(loss\)"):
+        by_hand()
+    assert all(param.grad is None for param in model.parameters())
+    window(scaler, model, optimizer, range(N))
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("cleared", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_backward_pass_after_the_window_is_refused(factor, kind, cleared, scaled):
+    """It would be applied unchecked, and maybe multiplied by the scale."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler = GradScaler("cpu")
+    with scaler.accumulate(1, optimizer) as opened:
+        opened.backward(loss_of(model, 0))
+    if cleared:
+        optimizer.zero_grad()
+    loss = loss_of(model, 1) * factor
+    (scaler.scale(loss) if scaled else loss).backward()
+
+    with pytest.raises(CallOrderError, match="another backward pass"):
+        scaler.step(optimizer)
+    for mine, theirs in zip(before, model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_policy_sees_the_largest_gradient_of_the_window(hidden, monkeypatch):
+    """Of all micro-batches, not of the last one."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scales = []
+    for sizes in ([2.0**12, 1.0], [1.0, 2.0**12], [1.0, 1.0]):
+        scaler = GradScaler("cpu", policy="headroom", init_scale=1.0)
+        for _ in range(4):
+            with scaler.accumulate(2, optimizer) as opened:
+                for size in sizes:
+                    opened.backward((weight * size).sum())
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+
+    assert scales[0] == scales[1] < scales[2]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from nets import batch, net
 
-from buoy.torch import ApexError
-from buoy.torch.apex import amp
+from buoy.integrations.apex import amp
+from buoy.torch import CallOrderError, OptionError
 
 SCRIPTS = Path(__file__).parent / "apex_scripts"
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -20,7 +20,9 @@ def run(name, *arguments):
     """Run a script with Buoy's module in the place of apex's, and nothing else."""
     source = (SCRIPTS / f"{name}.py").read_text()
     assert source.count("\nfrom apex import amp\n") == 1
-    source = source.replace("from apex import amp", "from buoy.torch.apex import amp")
+    source = source.replace(
+        "from apex import amp", "from buoy.integrations.apex import amp"
+    )
     space = {"__name__": name}
     exec(compile(source, name, "exec"), space)  # noqa: S102
     return space["main"]([*map(str, arguments)])
@@ -58,7 +60,7 @@ def test_overflows_are_skipped(level, extra):
     (scaler,) = amp.scalers()
     expected = 128.0 if "128.0" in extra else 2.0**14
     assert scaler.get_scale() == expected
-    assert scaler._watch.skipped == 2
+    assert scaler._log.watch.skips == 2
     step = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
     assert step
 
@@ -160,6 +162,43 @@ def test_master_params_are_what_the_optimizer_updates():
     assert list(amp.master_params(bare)) == list(plain.parameters())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_gradients_are_unscaled_in_place(fused):
+    """Without masters too, by a scale that FP16 does not hold, in every optimizer."""
+    models = [net(), net(seed=1)]
+    held = [torch.optim.SGD(m.parameters(), lr=0.5, fused=fused) for m in models]
+    amp.initialize(models, held, opt_level="O3", loss_scale=2.0**17)
+    x = batch(0)[0]
+    for factor in (2.0**-12, math.inf):
+        before = [weights(model) for model in models]
+        loss = sum(model(x).sum() for model in models) * factor
+        with amp.scale_loss(loss, held) as scaled:
+            scaled.backward()
+        grads = [p.grad for model in models for p in model.parameters()]
+        assert {grad.dtype for grad in grads} == {torch.float16}
+        for optimizer in held:
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = [
+            not torch.equal(a, weights(m)) for a, m in zip(before, models, strict=True)
+        ]
+        assert moved == [factor < 1.0] * 2
+        if factor < 1.0:
+            assert grads[-1].tolist() == [len(x) * factor] * len(grads[-1])
+
+
+def test_a_block_without_a_backward_pass_is_refused():
+    """It would leave the step to gradients that nobody has looked at."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1")
+    with (
+        pytest.raises(CallOrderError, match="had a gradient"),
+        amp.scale_loss(model(batch(0)[0]).sum(), optimizer),
+    ):
+        pass
+
+
 def test_disabled_it_is_not_there():
     """`enabled=False` leaves everything as it was."""
     model = net()
@@ -215,7 +254,7 @@ def test_it_tells_what_it_does(caplog):
     """In the log, unless `verbosity` is 0."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.INFO, "buoy.torch.apex"):
+    with caplog.at_level(logging.INFO, "buoy.integrations.apex"):
         amp.initialize(model, optimizer, opt_level="O1")
         with amp.scale_loss(model(batch(0)[0]).sum() * math.inf, optimizer) as scaled:
             scaled.backward()
@@ -246,9 +285,9 @@ def test_another_number_of_losses_loads_what_is_common(caplog):
     ],
 )
 def test_what_apex_refuses_is_refused(options, match):
-    """As a RuntimeError, with the way out."""
+    """As an `OptionError`, with the way out."""
     model = net()
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(OptionError, match=match):
         amp.initialize(model, **options)
     assert model[0].weight.dtype == torch.float32
 
@@ -260,18 +299,18 @@ def test_bad_use_has_its_own_error(monkeypatch):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(batch(0)[0]).sum()
-    with pytest.raises(ApexError, match="not been initialized"):
+    with pytest.raises(CallOrderError, match="not been initialized"):
         amp.scale_loss(loss, optimizer)
     amp.initialize(model, optimizer, opt_level="O1")
     with (
-        pytest.raises(ApexError, match="num_losses"),
+        pytest.raises(OptionError, match="num_losses"),
         amp.scale_loss(loss, optimizer, loss_id=1),
     ):
         pass
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ApexError, match="not passed"), amp.scale_loss(loss, other):
+    with pytest.raises(OptionError, match="not passed"), amp.scale_loss(loss, other):
         pass
     with amp.scale_loss(loss * math.nan, optimizer) as scaled:
         scaled.backward()
-    with pytest.raises(ApexError, match="closure"):
+    with pytest.raises(CallOrderError, match="closure"):
         optimizer.step(lambda: loss)

@@ -8,11 +8,10 @@ from nets import OPTIMIZERS, loss_of, net
 
 from buoy._backends import torch as backend
 from buoy.torch import (
+    CallOrderError,
     GradScaler,
     NonfiniteNormError,
     OptionError,
-    UnscaleAfterStepError,
-    UnscaleTwiceError,
 )
 
 
@@ -51,6 +50,31 @@ def test_one_pass_equals_unscale_then_torchs_clipping(kind, order, max_norm):
         outcomes[0][1].parameters(), outcomes[1][1].parameters(), strict=True
     ):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("max_norm", [0.05, 3.0, 100.0])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_bound_may_be_a_tensor(kind, max_norm, unscaled):
+    """The same norm, gradients and weights as with the plain number."""
+    outcomes = []
+    for bound in (max_norm, torch.tensor(max_norm)):
+        model = net()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(model, 0) * 7.0).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        norm = scaler.clip_grad_norm_(optimizer, bound)
+        if kind == "fused adamw" and not unscaled:
+            scaler.unscale_(optimizer)  # writes what was decided
+        grads = torch.cat([param.grad.flatten() for param in model.parameters()])
+        assert grads.norm().item() == pytest.approx(min(norm.item(), max_norm), 1e-5)
+        scaler.step(optimizer)
+        outcomes.append([norm, grads, *(p.detach() for p in model.parameters())])
+
+    for number, tensor in zip(*outcomes, strict=True):
+        torch.testing.assert_close(number, tensor, rtol=1e-6, atol=0.0)
 
 
 def test_nothing_is_written_for_optimizers_that_take_grad_scale():
@@ -103,7 +127,7 @@ def test_a_sum_of_squares_that_overflows_is_not_called_non_finite(
 ):
     """Gradients of 1e25 are finite though their squares are not, on any device."""
     if not visible:
-        monkeypatch.setattr("buoy.torch.survey.seen_by_host", lambda number: None)
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = OPTIMIZERS[kind]([weight])
     scaler = GradScaler("cpu", init_scale=2.0**80)
@@ -205,7 +229,7 @@ def test_clipping_after_the_step_is_refused():
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
     for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
-        with pytest.raises(UnscaleAfterStepError, match="after step"):
+        with pytest.raises(CallOrderError, match="after step"):
             clip(optimizer, 1.0)
 
 
@@ -371,7 +395,7 @@ def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
     scaler = GradScaler("cpu")
     scaler.scale(param.sum() * 10).backward()
     scaler.clip_grad_norm_(Wrapper(optimizer), 1.0)
-    with pytest.raises(UnscaleTwiceError, match="Pass the same object"):
+    with pytest.raises(CallOrderError, match="Pass the same object"):
         scaler.step(optimizer)
 
 

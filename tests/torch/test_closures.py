@@ -7,12 +7,10 @@ import torch
 from nets import OPTIMIZERS, batch, loss_of, net
 
 from buoy.torch import (
-    ClosureError,
+    CallOrderError,
     DeviceModeError,
     GradScaler,
     MasterWeights,
-    NoGradientsError,
-    StepTwiceError,
 )
 
 
@@ -321,7 +319,7 @@ def test_masters_take_part(kind, bad):
 # -- bad use ------------------------------------------------------------------------
 
 
-def misuse(closure, match, kind=ClosureError):
+def misuse(closure, match, kind=CallOrderError):
     """Expect an error, and weights as they were."""
     model = net()
     optimizer = KINDS["lbfgs"](model.parameters())
@@ -375,7 +373,7 @@ def test_a_loss_of_another_model_is_refused():
     def closure(scaler, model, optimizer):
         return loss_of(net(1), 0)
 
-    misuse(closure, "holds none of them", NoGradientsError)
+    misuse(closure, "holds none of them", CallOrderError)
 
 
 def test_an_error_of_the_closure_restores_the_starting_point():
@@ -406,7 +404,7 @@ def test_an_optimizer_that_ignores_its_closure_is_taken_back():
     optimizer = Deaf(model.parameters(), lr=0.1)
     loss_of(model, 0).backward()
     before = weights(model)
-    with pytest.raises(ClosureError, match="Deaf stepped without calling"):
+    with pytest.raises(CallOrderError, match="Deaf stepped without calling"):
         GradScaler("cpu").step(optimizer, lambda: loss_of(model, 0))
     assert torch.equal(before, weights(model))
 
@@ -416,7 +414,7 @@ def test_stepping_twice_and_device_mode_are_refused():
     optimizer = KINDS["lbfgs"](model.parameters())
     scaler = GradScaler("cpu")
     scaler.step(optimizer, lambda: loss_of(model, 0))
-    with pytest.raises(StepTwiceError):
+    with pytest.raises(CallOrderError):
         scaler.step(optimizer, lambda: loss_of(model, 0))
     with pytest.raises(DeviceModeError, match="closure"):
         GradScaler("cpu", sync="never").step(optimizer, lambda: loss_of(model, 0))

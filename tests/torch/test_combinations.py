@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from buoy.torch import GradScaler, SpikeGuard, keep_fp32, local_scales
+from buoy.torch.features import record as recording
 
 STEPS, N = 10, 2
 BAD = {(2, 1), (5, 0), (5, 1)}  # (step, micro-batch) whose loss is infinite
@@ -111,7 +112,7 @@ class Trained:
         if "group" in on:
             self.group = self.scaler.group("main", **record)
         elif record:
-            self.scaler._record(path)
+            recording.record(self.scaler, path)
         if "gate" in on:
             self.scaler.gate(lambda: self.counted.append(1), optimizer=self.optimizer)
         if "guard" in on:
@@ -159,10 +160,10 @@ class Trained:
 
     def backward(self, step):
         if "accumulate" in self.on:
-            with self.group.accumulate(N, self.optimizer):
+            with self.group.accumulate(N, self.optimizer) as window:
                 for part in range(N):
                     loss = loss_of(self.model, step, part, self.on) / N
-                    self.group.scale(loss).backward()
+                    window.backward(loss)
         else:
             self.group.scale(loss_of(self.model, step, 1, self.on)).backward()
         if "clip" in self.on:

@@ -27,6 +27,7 @@ def compiled(scaler, model, optimizer, *, clip, backend="eager"):
     return forward, finish
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "policy", "clip", "backend"),
     [
@@ -85,6 +86,7 @@ def whole_step(scaler, model, optimizer, backend):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "policy", "backend"),
     [
@@ -191,3 +193,142 @@ def test_what_was_unscaled_outside_is_not_unscaled_again_inside():
         match="divided by the scale twice",
     ):
         finish()
+
+
+class Spread:
+    """A loss whose gradients span 8 factors of two: none underflows."""
+
+    def __init__(self):
+        self.sizes = torch.exp2(torch.linspace(-8.0, 0.0, 512))
+        self.weight = torch.nn.Parameter(torch.ones(512))
+        self.optimizer = torch.optim.SGD([self.weight], lr=1e-3)
+        self.scaler = GradScaler("cpu", policy="headroom", sync="never")
+        graph = torch.compile(fullgraph=True, backend="aot_eager")
+        self.compiled = graph(self.step)
+        self.halves = graph(self.forward), graph(self.finish)
+
+    def forward(self, height):
+        """Compute the scaled loss."""
+        return self.scaler.scale((self.weight * self.sizes).sum() * height)
+
+    def finish(self):
+        """Apply the gradients."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def step(self, height):
+        """Take one step; torch.compile does not trace `zero_grad`."""
+        self.forward(height).backward()
+        self.finish()
+
+
+HEIGHTS = [1.0 + 0.5 * (step % 5) for step in range(50)]
+
+
+@torch._dynamo.config.patch(trace_autograd_ops=True, error_on_recompile=True)
+def test_small_gradients_are_counted_at_the_same_turns():
+    """A graph that is compiled once follows the schedule; saving does not disturb."""
+    torch._dynamo.reset()
+    traced, eager = Spread(), Spread()
+    for one in (traced, eager):
+        one.step(torch.ones(()))
+    scales = set()
+    for height in HEIGHTS:
+        for one in (traced, eager):
+            one.optimizer.zero_grad()
+        traced.compiled(torch.tensor(height))
+        eager.step(torch.tensor(height))
+        scales.add(eager.scaler.get_scale())
+        saved, expected = (one.scaler.state_dict()["buoy"] for one in (traced, eager))
+        assert saved["turn"] == expected["turn"]
+        assert saved["state"].keys() == expected["state"].keys()
+        for name, number in expected["state"].items():
+            if isinstance(number, float):
+                assert number == pytest.approx(saved["state"][name], abs=1e-5), name
+    assert len(scales) > 2
+
+
+def test_eager_and_compiled_steps_may_alternate():
+    """Turns, state and the last step are those of one run."""
+    torch._dynamo.reset()
+    mixed, eager = Spread(), Spread()
+    for turn, height in enumerate(HEIGHTS):
+        value = torch.tensor(float("inf") if turn == 30 else height)
+        for one in (mixed, eager):
+            one.optimizer.zero_grad()
+        if turn % 20 < 2:
+            mixed.step(value)
+        else:
+            forward, finish = mixed.halves
+            forward(value).backward()
+            finish()
+        eager.step(value)
+        steps = [one.scaler.last_step for one in (mixed, eager)]
+        assert steps[0].applied == steps[1].applied == (turn != 30)
+        assert steps[0].scale == pytest.approx(steps[1].scale)
+        assert steps[0].next_scale == pytest.approx(steps[1].next_scale)
+    saved = [one.scaler.state_dict() for one in (mixed, eager)]
+    assert [one["buoy"]["turn"] for one in saved] == [len(HEIGHTS)] * 2
+    mixed.scaler.load_state_dict(saved[1])
+    assert mixed.scaler.state_dict() == saved[1]
+
+
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+def test_several_optimizers_in_one_graph():
+    """Each has its own clipping and its own outcome; the scale follows all."""
+    torch._dynamo.reset()
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
+    scaler = GradScaler("cpu", init_scale=8.0)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x, y):
+        scaler.scale(weights[0].sum() * x + weights[1].sum() * y).backward()
+        norms = [scaler.clip_grad_norm_(one, 1.0) for one in optimizers]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        return norms
+
+    norms = step(torch.tensor(3.0), torch.tensor(float("inf")))
+    assert norms[0].item() == 6.0
+    assert scaler.last_step_of(optimizers[0]).applied
+    assert not scaler.last_step_of(optimizers[1]).applied
+    assert scaler.get_scale() == 4.0
+    torch.testing.assert_close(weights[0].detach(), torch.full((4,), 0.75))
+    assert torch.equal(weights[1].detach(), torch.ones(4))
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_the_gradients_of_every_backward_pass_fit_one_graph():
+    """They are other tensors each time, here of two dtypes."""
+    torch._dynamo.reset()
+    weights = [
+        torch.nn.Parameter(torch.ones(2, dtype=dtype))
+        for dtype in (torch.float32, torch.float64)
+    ]
+    optimizer = torch.optim.SGD(weights, lr=0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weights[0].sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def forward(height):
+        return scaler.scale(sum(weight.sum() for weight in weights) * height)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def finish():
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return norm
+
+    norms = []
+    for height in (3.0, float("inf"), 4.0):
+        optimizer.zero_grad()
+        forward(torch.tensor(height)).backward()
+        norms.append(finish())
+    assert [norm.item() for norm in norms] == [6.0, float("inf"), 8.0]
+    assert scaler.get_scale() == 4.0
+    assert scaler.last_step.applied

@@ -46,7 +46,7 @@ def test_pickle_and_deepcopy_carry_the_state():
 def test_copies_carry_a_policys_state_too(policy, visible, monkeypatch):
     """Wherever that state lies, on the host or on a device."""
     if not visible:
-        monkeypatch.setattr("buoy.torch.survey.seen_by_host", lambda number: None)
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
     model = net()
     optimizer = OPTIMIZERS["fused adamw"](model.parameters())
     scaler = GradScaler("cpu", policy=policy)

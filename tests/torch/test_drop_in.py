@@ -367,9 +367,11 @@ def test_autocast_fp16_end_to_end_equals_torchs():
 
 
 def test_a_loss_may_be_scaled_inside_a_function_transform():
-    """From its first use on, and what is skipped later is judged all the same."""
+    """Once there is a scale; and what is skipped later is judged all the same."""
     for kind in (GradScaler, torch.amp.GradScaler):
         model, scaler = net(), kind("cpu", init_scale=8.0)
+        with torch.no_grad():
+            scaler.scale(torch.ones(()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.ones(2, 6)
 
@@ -408,6 +410,33 @@ def test_losses_may_lie_on_several_devices():
         scaler.update()
     assert scaler.get_scale() == 2.0
     assert scaler.last_step.verdict == "scale_too_high"
+
+
+@pytest.mark.parametrize("flags", [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_one_overflow_on_any_device_skips_the_step_on_all(flags, kind, sync):
+    """Sharded scalers return one flag per device, by the method that they override."""
+
+    class Sharded(GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = torch.device("cpu"), torch.device("cpu", 1)
+            return dict(zip(found, map(torch.tensor, flags), strict=True))
+
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = Sharded("cpu", init_scale=8.0, sync=sync)
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    finite = not any(flags)
+    assert finite == scaler.last_step.applied
+    assert (8.0 if finite else 4.0) == scaler.get_scale()
+    for held, param in zip(before, model.parameters(), strict=True):
+        assert finite != torch.equal(held, param)
 
 
 def test_a_scale_made_while_evaluating_goes_on_in_training():

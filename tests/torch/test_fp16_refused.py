@@ -6,8 +6,7 @@ from fp16 import MORE, equal, loss_of, train, weights
 from nets import batch, net
 
 from buoy.torch import (
-    DtypeDriftError,
-    Fp16GradientsError,
+    Fp16ParametersError,
     GradScaler,
     MasterWeights,
     OptionError,
@@ -27,7 +26,7 @@ def test_the_error_lists_parameters_modules_and_the_cure(way):
             "unscale": scaler.unscale_,
             "clip": lambda one: scaler.clip_grad_norm_(one, 1.0),
         }[way](optimizer)
-    assert isinstance(told.value, Fp16GradientsError)
+    assert isinstance(told.value, Fp16ParametersError)
     for said in ("`0.weight` (Linear)", "`2.bias` (Linear)", "fp16_params='master'"):
         assert said in str(told.value)
     assert "model.float()" in str(told.value)
@@ -43,7 +42,7 @@ def test_names_come_from_named_parameters_or_the_place_in_the_optimizer():
     ):
         scaler = GradScaler("cpu", **options)
         scaler.scale(loss_of(model, 0)).backward()
-        with pytest.raises(Fp16GradientsError) as told:
+        with pytest.raises(Fp16ParametersError) as told:
             scaler.step(optimizer)
         assert said in str(told.value)
 
@@ -53,7 +52,7 @@ def test_a_long_list_is_cut():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6))).half()
     scaler = GradScaler("cpu", model=model)
     scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
-    with pytest.raises(Fp16GradientsError, match="12 parameters.*and 4 more"):
+    with pytest.raises(Fp16ParametersError, match="12 parameters.*and 4 more"):
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -68,7 +67,7 @@ def test_fused_optimizers_take_fp16_as_in_torch_unless_told_otherwise():
             scaler.step(optimizer)
             scaler.update()
             continue
-        with pytest.raises(Fp16GradientsError, match="`0.bias`"):
+        with pytest.raises(Fp16ParametersError, match="`0.bias`"):
             scaler.step(optimizer)
 
 
@@ -93,6 +92,6 @@ def test_a_parameter_that_turns_fp16_in_mid_run_is_named(kind, wanted):
     optimizer.zero_grad()
     x, _ = batch(0)
     scaler.scale(model[2](model[1](model[0](x)).half()).sum()).backward()
-    with pytest.raises(DtypeDriftError, match="were float32.*`2.weight` .Linear."):
+    with pytest.raises(Fp16ParametersError, match="were float32.*`2.weight` .Linear."):
         scaler.step(optimizer)
     assert equal(weights(model[0]), before[:2])

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import runpy
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from nets import OPTIMIZERS, loss_of, net, spoil
 from no_host_reads import no_host_reads
 
 from buoy import Verdict
-from buoy.torch import GradScaler, GroupError, MixedScalesError, OptionError
+from buoy.torch import BuoyWarning, CallOrderError, GradScaler, OptionError
 
 
 def two(kind="adamw"):
@@ -93,6 +94,30 @@ def test_only_those_that_stepped_move():
     assert 2.0**2 == scaler.group("b").get_scale()
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_a_scale_set_by_hand_is_the_parents_own(both):
+    """`update(new_scale)` leaves groups to their policies, whoever stepped."""
+    pairs = two()
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    group = scaler.group("b", init_scale=2.0**4)
+    idle = scaler.group("c", init_scale=2.0**2)
+    if both:
+        model, optimizer = pairs[0]
+        scaler.scale(loss_of(model, 0)).backward()
+        scaler.step(optimizer)
+    else:
+        scaler.scale(loss_of(pairs[0][0], 0))
+    model, optimizer = pairs[1]
+    group.scale(loss_of(model, 0)).backward()
+    group.step(optimizer)
+
+    scaler.update(2.0**7)
+
+    assert 2.0**7 == scaler.get_scale()
+    assert 2.0**5 == group.get_scale()  # one clean step
+    assert 2.0**2 == idle.get_scale()
+
+
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw", "momentum", "fused momentum"])
 @pytest.mark.parametrize("sync", ["auto", "never"])
 @pytest.mark.parametrize("failing", [0, 1])
@@ -118,6 +143,54 @@ def test_joint_means_all_or_none(kind, sync, failing):
     assert 1.0 == scales[failing]
 
 
+class Keeper(torch.optim.Optimizer):
+    """Momentum, kept in containers of every kind, which grow."""
+
+    def __init__(self, params):
+        """Start with nothing."""
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    def step(self):
+        """Step by the sum of all that is kept."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                kept = self.state[param]
+                if not kept:
+                    kept["list"] = [torch.zeros_like(param)]
+                    kept["tuple"] = (torch.zeros_like(param), 1)
+                    kept["deque"] = deque([torch.zeros_like(param)], maxlen=3)
+                    kept["dict"] = {"of": {"list": [torch.zeros_like(param)]}}
+                kept["list"][0].mul_(0.9).add_(param.grad)
+                kept["list"].append(param.grad.clone())
+                kept["tuple"][0].add_(param.grad)
+                kept["deque"].append(param.grad.clone())
+                kept["dict"]["of"]["list"][0].sub_(param.grad)
+                kept["dict"][f"step {group['steps']}"] = param.grad.clone()
+                with torch.no_grad():
+                    param.sub_(kept["list"][0], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("partner", ["adamw", "fused adamw"])
+def test_joint_restores_tensors_in_containers_of_a_state(partner):
+    """Lists, tuples, deques and dicts, in place; and numbers in the settings."""
+    first, (model, second) = net(), two(partner)[1]
+    pairs = [(first, Keeper(first.parameters())), (model, second)]
+    scaler = GradScaler("cpu", skip="joint", init_scale=4.0)
+    iterate(scaler, pairs, 0, bad={1})  # the first step, without state
+    assert {} == dict(pairs[0][1].state)
+    assert 0 == pairs[0][1].param_groups[0]["steps"]
+    iterate(scaler, pairs, 1)
+    before, state = weights(pairs), pairs[0][1].state[first[0].weight]
+    kept, held = copy.deepcopy(pairs[0][1].state_dict()), state["list"]
+
+    iterate(scaler, pairs, 2, bad={1})
+
+    assert all(map(torch.equal, before, weights(pairs)))
+    assert str(kept) == str(pairs[0][1].state_dict())
+    assert held is pairs[0][1].state[first[0].weight]["list"]
+
+
 def test_a_joint_run_ends_like_one_without_those_batches():
     """Promise 3, for two networks."""
     pairs, twins = two(), two()
@@ -141,6 +214,19 @@ def test_the_partner_says_whose_fault_it_was():
     first, second = (scaler.last_step_of(optimizer) for _, optimizer in pairs)
     assert Verdict.FORWARD_NONFINITE == first.verdict == second.verdict
     assert second.offenders == first.offenders != ()
+
+
+def test_joint_restores_guarded_buffers_of_the_partner():
+    """Also where the model was guarded before the groups were made."""
+    norm = torch.nn.BatchNorm1d(6)
+    guarded = torch.nn.Sequential(norm, net())
+    pairs = [(guarded, OPTIMIZERS["sgd"](guarded.parameters())), two("sgd")[1]]
+    scaler = GradScaler("cpu", skip="joint")
+    scaler.guard(guarded)
+    iterate(scaler, pairs, 0)
+    iterate(scaler, pairs, 1, bad={1})
+
+    assert 1 == norm.num_batches_tracked
 
 
 def test_joint_waits_for_nobody():
@@ -234,7 +320,7 @@ def test_sums_of_different_scales_are_refused(policy):
     one.scale(loss_of(model, 0)).backward()
     two_.scale(loss_of(model, 1)).backward()
 
-    with pytest.raises(MixedScalesError, match=r"scaler\.backward"):
+    with pytest.raises(CallOrderError, match=r"scaler\.backward"):
         two_.step(optimizer)
 
 
@@ -246,7 +332,7 @@ def test_a_step_with_the_wrong_group_is_refused():
     scaler.group("one").scale(loss_of(model, 0)).backward()
     scaler.scale(torch.ones((), requires_grad=True))
 
-    with pytest.raises(MixedScalesError, match="group that scaled its loss"):
+    with pytest.raises(CallOrderError, match="group that scaled its loss"):
         scaler.step(optimizer)
 
 
@@ -337,7 +423,7 @@ def test_a_pickled_scaler_keeps_its_groups():
     iterate(other, pairs, 1, bad={1})
 
     assert scaler.group("b").get_scale() == 2 * other.group("b").get_scale()
-    with pytest.raises(GroupError, match="once, after every optimizer"):
+    with pytest.raises(OptionError, match="once, after every optimizer"):
         other.group("a").update()
 
 
@@ -359,17 +445,17 @@ def test_mistakes_are_told():
     """Each with its cure."""
     scaler = GradScaler("cpu")
     group = scaler.group("a")
-    with pytest.raises(GroupError, match=r"scaler\.group\('b'\)"):
+    with pytest.raises(OptionError, match=r"scaler\.group\('b'\)"):
         group.group("b")
-    with pytest.raises(GroupError, match="with the first"):
+    with pytest.raises(OptionError, match="with the first"):
         scaler.group("a", init_scale=2.0)
-    with pytest.raises(GroupError, match=r"own sync.*may differ in init_scale"):
+    with pytest.raises(OptionError, match=r"own sync.*may differ in init_scale"):
         scaler.group("c", sync="never")
-    with pytest.raises(GroupError, match=r"scaler\.update\(\)"):
+    with pytest.raises(OptionError, match=r"scaler\.update\(\)"):
         group.update()
-    with pytest.raises(GroupError, match=r"scaler\.run"):
+    with pytest.raises(OptionError, match=r"scaler\.run"):
         group.run(lambda: None)
-    with pytest.raises(GroupError, match="loss_p"):
+    with pytest.raises(OptionError, match="loss_p"):
         scaler.backward({})
     with pytest.raises(OptionError, match="'independent'.*'joint'"):
         GradScaler("cpu", skip="both")
@@ -407,3 +493,294 @@ def test_joint_steps_are_taken_back_whatever_is_added_meanwhile(fused):
     after = [p.detach() for model in models for p in model.parameters()]
     assert all(map(torch.equal, before, after))
     assert scaler.last_step_of(optimizers[0]).partner
+
+
+# -- what was looked at is what is applied ---------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_what_lies_in_grad_already_is_checked_with_the_sum(kind, sync):
+    """An overflow, a forgotten `zero_grad`, a good batch: the inf is not applied."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
+    before = [param.detach().clone() for param in model.parameters()]
+    for step in range(3):
+        losses = losses_of(model, step)
+        if step == 0:
+            losses["large"] = losses["large"] * math.inf
+        scaler.backward(losses, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+        assert not scaler.last_step.applied
+        assert all(map(torch.equal, before, model.parameters()))
+    if sync == "auto":
+        assert Verdict.STALE_GRADS == scaler.last_step.verdict
+    scales = {name: scaler.group(name).get_scale() for name in ("small", "large")}
+    assert {"small": 2.0**16, "large": 2.0**15} == scales  # leftovers are not theirs
+
+    optimizer.zero_grad()
+    scaler.backward(losses_of(model, 3), optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+
+
+def test_a_loss_that_is_infinite_is_named_as_the_cause():
+    """The verdict is that of the losses, whichever group they belong to."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    losses = losses_of(model, 0)
+    losses["small"] = losses["small"] * math.inf
+    scaler.backward(losses, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert Verdict.FORWARD_NONFINITE == scaler.last_step.verdict
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("another", ["scaler", "group", "plain"])
+@pytest.mark.parametrize("method", ["step", "clip_grad_norm_"])
+def test_a_backward_pass_after_the_sum_is_refused(kind, another, method):
+    """Nobody has checked what it adds, and it may still be multiplied by a scale."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu")
+    for step in range(5):  # long after the first losses, too
+        optimizer.zero_grad()
+        scaler.backward(losses_of(model, step), optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    scaler.backward(losses_of(model, 5), optimizer)
+    loss = loss_of(model, 6)
+    if another != "plain":
+        one = scaler if another == "scaler" else scaler.group("small")
+        loss = one.scale(loss)
+    loss.backward()
+
+    extra = () if method == "step" else (1.0,)
+    with pytest.raises(CallOrderError, match="another backward pass"):
+        getattr(scaler, method)(optimizer, *extra)
+
+
+def test_sums_of_several_micro_batches_are_checked_as_one():
+    """`backward` may be called again; an overflow in any of them skips the step."""
+    model, twin = net(), net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    other = OPTIMIZERS["sgd"](twin.parameters())
+    scaler = GradScaler("cpu")
+    for step in range(2):
+        scaler.backward(losses_of(model, step), optimizer)
+        sum(losses_of(twin, step).values()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    other.step()
+    assert scaler.last_step.applied
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+    optimizer.zero_grad()
+    scaler.backward({"large": loss_of(model, 2) * math.inf}, optimizer)
+    scaler.backward(losses_of(model, 3), optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.applied
+    assert 2.0**15 == scaler.group("large").get_scale()
+
+
+def test_a_group_does_not_step_what_was_added_up():
+    """The gradients are unscaled already, and not its own alone."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.backward(losses_of(model, 0), optimizer)
+
+    with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
+        scaler.group("large").step(optimizer)
+
+
+def test_scaled_gradients_are_not_added_to_unscaled_ones():
+    """A loss of a group that was run back by itself."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.group("one").scale(loss_of(model, 0)).backward()
+    held = [param.grad.clone() for param in model.parameters()]
+
+    with pytest.raises(CallOrderError, match=r"scaler\.backward"):
+        scaler.backward(losses_of(model, 0), optimizer)
+    assert all(map(torch.equal, held, [param.grad for param in model.parameters()]))
+
+
+def test_losses_of_groups_are_not_added_to_what_was_unscaled_before():
+    """Whose policy would learn from it?  Each sum is of `backward` alone."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+
+    with pytest.raises(CallOrderError, match="the scaler itself"):
+        scaler.backward(losses_of(model, 0), optimizer)
+
+
+def test_a_failed_backward_pass_leaves_the_gradients_as_they_were():
+    """Half a sum would be neither scaled nor unscaled."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    losses = losses_of(model, 0)
+    losses["large"] = losses["large"].detach()
+
+    with (
+        pytest.warns(BuoyWarning, match="does not require grad"),
+        pytest.raises(RuntimeError, match="does not require grad"),
+    ):
+        scaler.backward(losses, optimizer)
+    assert all(param.grad is None for param in model.parameters())
+
+    scaler.scale(loss_of(model, 0) * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert 2.0**15 == scaler.get_scale()
+
+
+def test_another_groups_backward_pass_between_clipping_and_step_is_refused():
+    """Also long after the first losses, whose graphs are looked at."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    one, other = scaler.group("one"), scaler.group("other")
+    for step in range(6):
+        for turn in (one, other):
+            optimizer.zero_grad()
+            turn.scale(loss_of(model, step)).backward()
+            turn.step(optimizer)
+            scaler.update()
+    optimizer.zero_grad()
+    one.scale(loss_of(model, 6)).backward()
+    one.clip_grad_norm_(optimizer, 1.0)
+    other.scale(loss_of(model, 7)).backward()
+
+    with pytest.raises(CallOrderError, match="another backward pass"):
+        one.step(optimizer)
+
+
+# -- updates and copies ---------------------------------------------------------------
+
+
+def test_a_joint_update_without_a_step_is_refused_as_any_other():
+    """With groups and without, before and after a loss was scaled."""
+    for make in (lambda scaler: None, lambda scaler: scaler.group("a")):
+        scaler = GradScaler("cpu", skip="joint")
+        make(scaler)
+        with pytest.raises(CallOrderError):
+            scaler.update()
+        scaler.scale(torch.ones((), requires_grad=True))
+        with pytest.raises(CallOrderError, match="No inf checks were recorded"):
+            scaler.update()
+
+
+def test_a_new_scale_is_the_scalers_own():
+    """The groups move by their own gradients; a bad one moves nothing."""
+    pairs = two("sgd")
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(torch.ones((), requires_grad=True))
+    for (model, optimizer), name in zip(pairs, "ab", strict=True):
+        scaler.group(name).scale(loss_of(model, 0)).backward()
+        scaler.group(name).step(optimizer)
+    with pytest.raises(OptionError, match="new_scale"):
+        scaler.update(-1.0)
+    assert [8.0, 8.0] == [scaler.group(name).get_scale() for name in "ab"]
+    scaler.update(32.0)
+
+    assert 32.0 == scaler.get_scale()
+    assert [16.0, 16.0] == [scaler.group(name).get_scale() for name in "ab"]
+
+
+def pickled(scaler):
+    return pickle.loads(pickle.dumps(scaler))  # noqa: S301 - our own
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_have_the_groups_with_their_options(copied):
+    """A group with another policy goes on with it, exactly."""
+    pairs = two("sgd")
+    scaler = GradScaler("cpu", growth_interval=2)
+    scaler.group("a", policy="headroom")
+    scaler.group("b", init_scale=4.0, min_scale=2.0)
+    for step in range(3):
+        iterate(scaler, pairs, step, bad={1} if step == 1 else ())
+    other = copied(scaler)
+
+    assert scaler.state_dict() == other.state_dict()
+    for name in "ab":
+        assert scaler.group(name).policy == other.group(name).policy
+    twins = copy.deepcopy(pairs)
+    for step in range(3, 6):
+        iterate(scaler, pairs, step, bad={1} if step == 4 else ())
+        iterate(other, twins, step, bad={1} if step == 4 else ())
+    assert scaler.state_dict() == other.state_dict()
+
+
+def test_a_scaler_is_not_copied_while_a_group_is_in_mid_iteration():
+    """As torch says of a scaler alone."""
+    (model, optimizer), _ = two("sgd")
+    scaler = GradScaler("cpu")
+    scaler.group("a").scale(loss_of(model, 0)).backward()
+    scaler.group("a").step(optimizer)
+
+    with pytest.raises(CallOrderError, match="may only be pickled"):
+        copy.deepcopy(scaler)
+
+
+class Counting(GradScaler):
+    """Has a constructor and an attribute of its own."""
+
+    def __init__(self, counted):
+        super().__init__("cpu", growth_interval=3)
+        self.counted = counted
+
+    def _unscale_grads_(self, *args, **kwargs):
+        self.counted.append(1)
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def test_groups_are_of_the_scalers_class():
+    """Whatever its constructor takes."""
+    counted = []
+    (model, optimizer), _ = two("sgd")
+    scaler = Counting(counted)
+    group = scaler.group("a", init_scale=4.0)
+    group.scale(loss_of(model, 0)).backward()
+    group.step(optimizer)
+    scaler.update()
+
+    assert type(group) is Counting
+    assert [1] == counted
+    assert 3 == copy.deepcopy(scaler).group("a").get_growth_interval()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_norm_of_a_step_that_was_taken_back_is_right(first):
+    """A fused step has unscaled its gradients before it is undone."""
+    models = [net(seed) for seed in range(2)]
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in models
+    ]
+    scaler = GradScaler("cpu", skip="joint", init_scale=1024.0)
+    scaler.scale(sum(loss_of(model, 0) for model in models)).backward()
+    grads = [param.grad / 1024.0 for param in models[0].parameters()]
+    spoil(models[1], "inf")
+    for index in (first, 1 - first):
+        scaler.step(optimizers[index])
+    scaler.update()
+
+    report = scaler.last_step_of(optimizers[0])
+    assert report.partner
+    assert report.norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item())

@@ -9,7 +9,7 @@ from nets import OPTIMIZERS, batch
 from no_host_reads import no_host_reads
 from torch import nn
 
-from buoy.torch import GradScaler, GuardError
+from buoy.torch import CallOrderError, GradScaler, OptionError
 
 
 class Counting(nn.Module):
@@ -145,6 +145,77 @@ def test_buffers_loaded_between_steps_stay():
     assert torch.equal(torch.full((8,), 7.0), model[1].running_mean)
 
 
+def validate(model):
+    model.eval()
+    model(batch(50)[0])
+    model.train()
+
+
+def update_statistics(model):
+    torch.optim.swa_utils.update_bn([batch(51)[0]], model)
+
+
+@pytest.mark.parametrize("between", [validate, update_statistics])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_what_is_done_between_iterations_stays(between, by_hand, sync):
+    """A copy is taken when the next iteration trains, not by a pass before it."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.guard(model)
+    step(scaler, model, optimizer, 0)
+    between(model)
+    if by_hand:
+        model[1].running_mean.fill_(7.0)
+    else:
+        state = copy.deepcopy(model.state_dict())
+        state["1.running_mean"].fill_(7.0)
+        model.load_state_dict(state)
+    before = buffers(model)
+
+    step(scaler, model, optimizer, 1, bad=True)
+
+    assert torch.equal(torch.full((8,), 7.0), model[1].running_mean)
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_pass_between_forward_and_update_is_undone_too():
+    """The first pass that trains is what a skip goes back to."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(model)
+    before = buffers(model)
+    model(batch(3)[0])
+    step(scaler, model, optimizer, 0, bad=True)
+
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_a_window_with_nothing_good_leaves_buffers_alone(sync):
+    """Whatever is refused inside it."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.guard(model)
+    before = buffers(model)
+    with scaler.accumulate(2, optimizer) as window:
+        for bad in (math.inf, math.nan):
+            window.backward(model(batch(0)[0]).mean() * bad)
+            with pytest.raises(CallOrderError, match="Leave the"):
+                scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert not scaler.last_step.applied
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
 def test_a_disabled_scaler_guards_nothing():
     """And says nothing."""
     model = model_with_buffers()
@@ -158,5 +229,5 @@ def test_a_disabled_scaler_guards_nothing():
 
 def test_what_is_no_module_is_refused():
     """With the way to what was probably meant."""
-    with pytest.raises(GuardError, match="scaler.gate"):
+    with pytest.raises(OptionError, match="scaler.gate"):
         GradScaler("cpu").guard(OPTIMIZERS["sgd"](nn.Linear(1, 1).parameters()))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import local_scales as steep
-from buoy.torch import GradScaler, LocalScalesError, local_scales
+from buoy.torch import GradScaler, OptionError, local_scales
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def wanted():
     return loss
 
 
+@pytest.mark.slow
 def test_no_one_scale_trains_it(wanted):
     """Every power of two from 2^-24 to 2^40 ends far from FP32."""
     for exponent in range(-24, 41):
@@ -57,6 +58,7 @@ def test_they_take_away_the_gain_and_nothing_else():
     assert flat == steep_one
 
 
+@pytest.mark.slow
 def test_they_lift_gradients_that_fade(wanted):
     """The other way round: an eighth per block."""
     loss, _ = steep.train(GradScaler("cpu"), local=True, gain=0.125)
@@ -278,7 +280,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_told(mistake):
     """Each with its cure."""
-    with pytest.raises(LocalScalesError, match=MISTAKES[mistake]):
+    with pytest.raises(OptionError, match=MISTAKES[mistake]):
         local_scales(*mistake())
 
 
@@ -288,7 +290,7 @@ def test_a_block_that_writes_into_its_input_is_refused():
         nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     )
     local_scales(model, [model[0], model[1]])
-    with pytest.raises(LocalScalesError, match="inplace=False"):
+    with pytest.raises(OptionError, match="inplace=False"):
         model(torch.ones(2, 4))
 
 
@@ -296,5 +298,5 @@ def test_a_state_of_other_blocks_is_refused():
     """It would be taken for these."""
     local = local_scales(Tangled(), "blocks")
     other = local_scales(net(), nn.Linear)
-    with pytest.raises(LocalScalesError, match="same blocks"):
+    with pytest.raises(OptionError, match="same blocks"):
         other.load_state_dict(local.state_dict())

@@ -9,9 +9,9 @@ from fp16 import MORE, equal, loss_of, made, train, weights
 from nets import net
 
 from buoy.torch import (
+    Fp16ParametersError,
     GradScaler,
     MasterWeights,
-    MasterWeightsError,
 )
 
 
@@ -45,6 +45,23 @@ def test_resume_is_exact(kind, order):
         train(fresh, again, other, 7 - stop, start=stop, events={2})
         assert equal(weights(model), weights(again))
         assert equal(optimizer._buoy_masters.masters, other._buoy_masters.masters)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw", "fused adamw"])
+def test_masters_are_saved_beside_the_state_and_loaded_out_of_it(kind):
+    """`optimizer.state` holds what the optimizer put there, before and after."""
+    model, optimizer, scaler = made(kind)
+    train(scaler, model, optimizer, 2)
+    own = [set(optimizer.state[param]) for param in model.parameters()]
+    saved = through_a_file(optimizer.state_dict())
+    again, other, _ = made(kind, seed=5)
+    MasterWeights(other, model=again)
+
+    other.load_state_dict(saved)
+
+    assert own == [set(other.state[param]) for param in again.parameters()]
+    for number, state in saved["state"].items():
+        assert own[number] < set(state)  # the masters
 
 
 def test_a_plain_fp32_optimizers_checkpoint_loads_and_the_other_way_round():
@@ -100,6 +117,17 @@ def test_a_parameter_that_never_had_a_gradient_is_not_saved_as_if_it_had():
     assert (wide[4] < 1.0).all()
 
 
+def test_a_loaded_master_is_no_part_of_the_optimizers_state():
+    """It is saved there, and taken out again: optimizers iterate over their state."""
+    model, optimizer, scaler = made("adamw")
+    train(scaler, model, optimizer, 2)
+    saved = optimizer.state_dict()
+    assert "master_param" in saved["state"][0]
+    optimizer.load_state_dict(saved)
+    for state in optimizer.state.values():
+        assert {"step", "exp_avg", "exp_avg_sq"} == set(state)
+
+
 def test_a_failed_load_leaves_everything_in_place():
     """Parameters are back in their groups."""
     model, optimizer, scaler = made("adamw")
@@ -120,9 +148,9 @@ def test_state_that_was_loaded_too_early_is_refused():
     again, late, other = made("adamw")
     late.load_state_dict(optimizer.state_dict())
     other.scale(loss_of(again, 0)).backward()
-    with pytest.raises(MasterWeightsError, match="0.weight.*before.*load_state_dict"):
+    with pytest.raises(Fp16ParametersError, match="0.weight.*before.*load_state_dict"):
         other.step(late)
-    with pytest.raises(MasterWeightsError, match="already"):
+    with pytest.raises(Fp16ParametersError, match="already"):
         MasterWeights(optimizer)
 
 

@@ -8,6 +8,8 @@ from nets import OPTIMIZERS, loss_of, net, spoil, train
 
 import buoy
 from buoy import Seen
+from buoy._backends import torch as backend
+from buoy._core.policies.presets import PeerBackoff, Quirks
 from buoy.torch import GradScaler
 
 EVENTS = (["ok"] * 5 + ["inf", "ok", "ok", "nan", "nan"]) * 4
@@ -26,7 +28,7 @@ def amax_of(model):
 def test_the_scale_follows_the_policy(name, kind, visible, monkeypatch):
     """Host mode, device mode, any optimizer: the plain run decides."""
     if not visible:
-        monkeypatch.setattr("buoy.torch.survey.seen_by_host", lambda number: None)
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
     policy = buoy.policy(name)
     state = policy.init()
     model = net()
@@ -64,6 +66,34 @@ def test_a_policy_that_wants_it_gets_the_largest_gradient(kind, clip):
         assert scaler.get_scale() == pytest.approx(state.scale, rel=1e-4)
 
 
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_foreseen_scale_multiplies_this_very_loss(visible, monkeypatch):
+    """A policy that looks ahead lowers the scale before the loss is scaled."""
+    if not visible:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    policy = buoy.policy("headroom")
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", policy=policy)
+    for _ in range(20):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    usual = scaler.get_scale()
+    optimizer.zero_grad()
+    loss = weight.sum() * 2.0**10
+
+    scaled = scaler.scale(loss)
+
+    lowered = scaled.item() / loss.item()
+    assert usual * 2.0**-10 == lowered == scaler.get_scale()
+    scaled.backward()
+    scaler.step(optimizer)
+    assert torch.equal(weight.grad, torch.full((4,), 2.0**10))
+    assert lowered == scaler.last_step.scale
+
+
 def test_a_policy_by_name_takes_torchs_arguments():
     """Arguments that differ from torch's defaults are the policy's, if it has them."""
     scaler = GradScaler("cpu", init_scale=8.0, policy="backoff", max_scale=16.0)
@@ -79,8 +109,8 @@ def test_a_policy_that_gives_up_raises_from_update():
     """DeepSpeed stops at its floor; after catching that the loop can go on."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    policy = buoy.Backoff(
-        init_scale=4.0, min_scale=1.0, quirks=buoy.Quirks(stop_at_floor=True)
+    policy = PeerBackoff(
+        init_scale=4.0, min_scale=1.0, quirks=Quirks(stop_at_floor=True)
     )
     scaler = GradScaler("cpu", policy=policy)
     with pytest.raises(buoy.ScaleCollapsedError):

@@ -46,6 +46,7 @@ def through_file(scaler, model, optimizer):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 def test_stopping_after_any_step_changes_nothing(policy, kind):

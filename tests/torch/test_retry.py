@@ -1,5 +1,6 @@
 """`run`: the same batch again at a lower scale, instead of losing it."""
 
+import contextlib
 import math
 import random
 
@@ -10,7 +11,8 @@ from nets import OPTIMIZERS, batch, loss_of, net
 from torch import nn
 
 from buoy import Verdict
-from buoy.torch import BuoyWarning, GradScaler, GroupError, OptionError, RunError
+from buoy._backends import torch as backend
+from buoy.torch import BuoyWarning, CallOrderError, GradScaler, OptionError
 
 STEPS = 40
 
@@ -85,6 +87,32 @@ def test_nothing_is_lost(kind, whole, policy):
     torch.testing.assert_close(
         model[1].running_var, twin[1].running_var, rtol=1e-2, atol=0
     )
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
+def test_a_step_that_leaves_clearing_to_its_caller_starts_again_without_gradients(kind):
+    """What overflowed is not added to, and the update is that of the batch alone."""
+    model, twin = net(), net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    other = OPTIMIZERS[kind](twin.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**24)
+    found = []
+
+    def step():
+        found.append([param.grad for param in model.parameters()])
+        scaler.scale(loss_in_half(model, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaler.run(step, modules=())
+    loss_in_half(twin, 0).backward()
+    other.step()
+
+    assert len(found) > 1
+    assert all(grad is None for grads in found for grad in grads)
+    assert scaler.last_step.applied
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)
 
 
 def test_without_run_they_are_lost():
@@ -163,6 +191,118 @@ def test_a_static_scale_comes_back():
 
     assert scaler.last_step.applied
     assert 2.0**20 == scaler.get_scale()
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("policy", [None, "backoff", "static"])
+def test_the_scale_fits_after_a_re_run(sync, hidden, kind, policy, monkeypatch):
+    """Also where the scale and the outcome are on a device."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = OPTIMIZERS[kind]([weight])
+    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**40, sync=sync)
+
+    def step():
+        scaler.scale(weight.half().sum().float()).backward()
+
+    for _ in range(2):
+        scaler.run(step, optimizer, modules=())
+        assert scaler.last_step.applied
+        assert (2.0**40 if policy == "static" else 2.0**14) == scaler.get_scale()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_scale_that_fits_is_that_of_unclipped_gradients(whole):
+    """Nor does it matter that the function clears them."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+
+    def step():
+        scaler.scale(weight.half().sum().float()).backward()
+        scaler.clip_grad_norm_(optimizer, 2.0**-20)
+        if whole:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    scaler.run(step, *([] if whole else [optimizer]), modules=())
+
+    assert 2.0**14 == scaler.get_scale()
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize(
+    ("policy", "after"), [("static", 2.0**20), (None, 2.0**19), ("backoff", 2.0**19)]
+)
+@pytest.mark.parametrize("error", [False, True])
+def test_used_up_retries_count_as_one_skip(sync, policy, after, error):
+    """A batch that overflows at any scale does not drive the scale down."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**20, sync=sync)
+    scaler.run(
+        lambda: scaler.scale(loss_of(model, 0)).backward(), optimizer, modules=()
+    )
+    attempts = []
+
+    def step():
+        attempts.append(1)
+        if error and len(attempts) == 3:
+            raise KeyError
+        scaler.scale(loss_of(model, 0)).backward()
+        next(model.parameters()).grad.fill_(math.inf)
+
+    with pytest.raises(KeyError) if error else contextlib.nullcontext():
+        scaler.run(step, optimizer, modules=(), retries=3)
+
+    assert len(attempts) == (3 if error else 4)
+    assert after == scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [({"policy": "none"}, 1), ({"min_scale": 2.0**14}, 3)],
+)
+def test_the_lowest_scale_is_not_run_again(options, wanted):
+    """There is nothing to lower."""
+    model, attempts = net(), []
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", **options)
+
+    def step():
+        attempts.append(1)
+        scaler.scale(loss_of(model, 0)).backward()
+        next(model.parameters()).grad.fill_(math.inf)
+
+    scaler.run(step, optimizer, modules=())
+
+    assert wanted == len(attempts)
+
+
+def test_a_window_is_run_again_as_a_whole():
+    """Micro-batches and guarded buffers repeat."""
+    model = noisy_net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    scaler.guard(model)
+    dropped = []
+
+    def step():
+        with scaler.accumulate(2, optimizer) as window:
+            for number in range(2):
+                window.backward(loss_in_half(model, number) / 2)
+        dropped.append(window.dropped)
+
+    scaler.run(step, optimizer)
+
+    assert scaler.last_step.applied
+    assert 0 == dropped[-1] < dropped[0]
+    assert 2 == model[1].num_batches_tracked
+    assert 2.0**12 <= scaler.get_scale() < 2.0**24
 
 
 def test_what_no_scale_can_cure_is_not_run_again():
@@ -264,18 +404,18 @@ def test_mistakes_are_told():
     def step():
         scaler.scale(loss_of(model, 0)).backward()
 
-    with pytest.raises(RunError, match=r"modules=\(\)"):
+    with pytest.raises(CallOrderError, match=r"modules=\(\)"):
         scaler.run(step, optimizer)
-    with pytest.raises(RunError, match=r"scaler.run\(step_fn, optimizer\)"):
+    with pytest.raises(CallOrderError, match=r"scaler.run\(step_fn, optimizer\)"):
         scaler.run(step, modules=())
     with pytest.raises(OptionError, match="`retries` must be"):
         scaler.run(step, optimizer, modules=(), retries=-1)
     with pytest.raises(OptionError, match="come back the same at any scale"):
         scaler.run(step, optimizer, modules=(), retry_on=["forward_nonfinite"])
-    with pytest.raises(GroupError, match=r"scaler\.run"):
+    with pytest.raises(OptionError, match=r"scaler\.run"):
         scaler.group("a").run(step)
     optimizer.zero_grad()
     step()
     scaler.unscale_(optimizer)
-    with pytest.raises(RunError, match="middle of an iteration"):
+    with pytest.raises(CallOrderError, match="middle of an iteration"):
         scaler.run(step, optimizer, modules=())

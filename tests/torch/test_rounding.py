@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from nets import batch, net
 
 from benchmarks.rounding import final_loss
+from buoy._backends.torch.rounding import nearest, stochastic
 from buoy.torch import GradScaler, MasterWeights
-from buoy.torch.rounding import nearest, stochastic
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 

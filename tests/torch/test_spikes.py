@@ -88,19 +88,43 @@ def test_a_spike_is_clipped_to_the_limit(kind, by_hand):
     assert 0.5 * usual < moved.sqrt() / 0.05 < 16 * usual
 
 
+@pytest.mark.filterwarnings("ignore:The loss was computed in BF16")
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_spike_in_mixed_dtypes_is_clipped(other, by_hand):
+    """Gradients of every dtype are multiplied by the same factor."""
+    held = [torch.nn.Parameter(torch.ones(4, dtype=d)) for d in (torch.float32, other)]
+    optimizer = torch.optim.SGD(held, lr=1e-9)
+    scaler = scaler_with(SpikeGuard(warmup=8, mode="clip"))
+    for step in range(12):
+        optimizer.zero_grad()
+        height = 1e4 if step == 11 else 1.0 + 0.1 * (step % 2)
+        scaler.scale(sum(p.float().sum() for p in held) * height).backward()
+        if by_hand:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert scaler.last_step.applied
+    assert Verdict.SPIKE == scaler.last_step.verdict
+    sizes = [param.grad.double().abs().max().item() for param in held]
+    assert 1.0 < sizes[0] < 16.0
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+
+
 def test_an_overflow_is_no_spike():
     """What is not finite teaches the guard nothing and keeps its own verdict."""
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     scaler = scaler_with(QUICK)
     train(scaler, model, optimizer, range(12))
-    known = scaler._spikes.saved()
+    known = scaler.state_dict()["buoy"]["spikes"]
 
     reports = train(scaler, model, optimizer, [12], {12}, height=math.inf)
 
     assert Verdict.FORWARD_NONFINITE == reports[0].verdict
     assert 0 == scaler.spikes
-    assert known == scaler._spikes.saved()
+    assert known == scaler.state_dict()["buoy"]["spikes"]
 
 
 def test_a_level_that_stays_is_believed():

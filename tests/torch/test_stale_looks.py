@@ -1,12 +1,13 @@
 """What was found of some gradients is never taken for a finding about others."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 
-from buoy.torch import GradientsChangedError, GradScaler
+from buoy.torch import CallOrderError, GradScaler
 
 
 def weight():
@@ -31,7 +32,7 @@ def test_a_dropped_batch_needs_an_update(fused, then):
     scaler.clip_grad_norm_(optimizer, 1.0)
     backward(scaler, optimizer, param, math.nan)
     arguments = () if then == "step" else (1.0,)
-    with pytest.raises(GradientsChangedError, match="also for a batch that you drop"):
+    with pytest.raises(CallOrderError, match="also for a batch that you drop"):
         getattr(scaler, then)(optimizer, *arguments)
     assert torch.equal(param, torch.ones(2))
 
@@ -90,7 +91,7 @@ def test_a_batch_dropped_after_unscaling_needs_an_update(fused):
     backward(scaler, optimizer, param, math.inf)
     scaler.unscale_(optimizer)
     backward(scaler, optimizer, param)
-    with pytest.raises(GradientsChangedError, match="also for a batch that you drop"):
+    with pytest.raises(CallOrderError, match="also for a batch that you drop"):
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones(2))
 
@@ -126,7 +127,7 @@ def test_a_backward_pass_that_adds_to_checked_gradients_is_refused(way, fused):
     if way == "value":
         scaler.clip_grad_value_(optimizer, 1.0)
     scaler.scale(param.sum() * math.inf).backward()
-    with pytest.raises(GradientsChangedError):
+    with pytest.raises(CallOrderError):
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones(2))
     scaler.update()
@@ -160,3 +161,91 @@ def test_a_stage_that_is_set_back_by_hand_is_looked_at_again():
     scaler.step(optimizer)
     scaler.update()
     torch.testing.assert_close(param.detach(), torch.full((2,), 0.9))
+
+
+@pytest.mark.parametrize("bad", [None, math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_step_that_raised_does_not_vouch_for_the_next_batch(fused, clip, bad):
+    """What was looked at before the error is looked at anew, or refused."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def interrupt(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    backward(scaler, optimizer, param)
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1e9)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    backward(scaler, optimizer, param, bad)
+    with contextlib.suppress(CallOrderError):
+        scaler.step(optimizer)
+    assert param.detach().tolist() in ([1.0, 1.0], pytest.approx([0.9, 0.9]))
+
+
+@pytest.mark.parametrize("look", ["unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_losses_that_were_scaled_together_and_run_back_apart(fused, look):
+    """The second backward pass comes after the look, and no `scale` announces it."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    first, second = scaler.scale([param.sum(), param.sum()])
+    first.backward()
+    getattr(scaler, look)(optimizer, *([1.0] if "clip" in look else []))
+    second.backward()
+    with pytest.raises(CallOrderError, match="found other gradients"):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(2))
+
+
+def test_a_check_through_torchs_private_method_is_not_one_of_later_gradients():
+    """Libraries call it; what a backward pass adds after that is looked at again."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+    scaler = GradScaler("cpu")
+    backward(scaler, optimizer, param)
+    scaler._check_inf_per_device(optimizer)
+    scaler.scale(param.sum() * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(param, torch.ones(2))
+    assert not scaler.last_step.applied
+
+
+@pytest.mark.parametrize("policy", ["headroom", "lognormal"])
+def test_the_scale_does_not_move_once_a_loss_was_multiplied_by_it(policy):
+    """A policy that looks ahead looks at the first loss, or at none."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", policy=policy)
+    for _ in range(20):
+        backward(scaler, optimizer, param)
+        scaler.step(optimizer)
+        scaler.update()
+    before = param.detach().clone()
+    optimizer.zero_grad()
+    scaler.scale(param + torch.ones(2)).sum().backward()
+    scaler.scale((param + 1e5).sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(param.detach(), before - 0.2)
+
+
+def test_a_group_added_after_the_look_is_refused():
+    """Its gradients were neither checked nor unscaled."""
+    param, other = weight(), weight()
+    for look in ("unscale_", "clip_grad_norm_"):
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        scaler = GradScaler("cpu")
+        scaler.scale(param.sum() + other.sum()).backward()
+        getattr(scaler, look)(optimizer, *([1.0] if "clip" in look else []))
+        optimizer.add_param_group({"params": [other]})
+        with pytest.raises(CallOrderError, match="parameter group was added"):
+            scaler.step(optimizer)
+        assert torch.equal(other, torch.ones(2))
+        param.grad = other.grad = None

@@ -8,7 +8,7 @@ from nets import OPTIMIZERS, batch, loss_of, net, spoil, train
 
 from buoy import NoScaling, Verdict
 from buoy._backends import torch as backend
-from buoy.torch import GradScaler, NoGradientsError, StuckWarning
+from buoy.torch import CallOrderError, GradScaler, StuckWarning
 
 KINDS = pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 
@@ -119,7 +119,7 @@ def test_no_grads():
     scaler, model, optimizer = started("adamw")
     optimizer.zero_grad()
     scaler.scale(loss_of(model, 9))
-    with pytest.raises(NoGradientsError):
+    with pytest.raises(CallOrderError):
         scaler.step(optimizer)
     assert scaler.last_step.verdict is Verdict.NO_GRADS
     assert not scaler.last_step.applied
@@ -127,7 +127,7 @@ def test_no_grads():
 
 def test_every_verdict_is_explained():
     """The words exist for all of them."""
-    from buoy.torch.verdicts import EXPLAINED
+    from buoy._core.verdicts import EXPLAINED
 
     assert set(EXPLAINED) == set(Verdict)
 
@@ -243,11 +243,11 @@ def test_state_that_is_no_dict_is_left_alone():
 
 def test_weights_are_looked_at_once_per_episode(monkeypatch):
     """While nothing is applied nothing can have been poisoned; then it can again."""
-    from buoy.torch import verdicts
+    from buoy.torch import outcome
 
     looks = []
-    look = verdicts.poisoned
-    monkeypatch.setattr(verdicts, "poisoned", lambda o: looks.append(1) or look(o))
+    look = outcome.poisoned
+    monkeypatch.setattr(outcome, "poisoned", lambda o: looks.append(1) or look(o))
     scaler, model, optimizer = started("adamw")
     train(scaler, model, optimizer, ["inf"] * 5)
     assert len(looks) == 1
@@ -359,3 +359,17 @@ def test_what_is_heard_late_has_its_own_verdict(kind, monkeypatch):
     with pytest.warns(StuckWarning, match="forward_nonfinite"):
         scaler.update()  # by now the step at hand is a healthy one
     assert param.isfinite().all()
+
+
+def test_one_of_two_optimizers_without_gradients_is_not_stuck():
+    """The norm of all of them counts."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in params]
+    scaler = GradScaler("cpu", patience=3, on_stuck="raise")
+    for _ in range(5):
+        for factor, param, optimizer in zip((1, 0), params, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(param.sum() * factor).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+        scaler.update()

@@ -327,3 +327,35 @@ def test_flags_may_be_vectors_of_one_element(policy, sync):
     train(scaler, model, optimizer, EVENTS)
     assert len(ran) == EVENTS.count("ok")
     assert scaler.last_step.applied
+
+
+def test_a_wrapper_may_change_what_it_holds():
+    """Another optimizer inside it is found at its first step."""
+    model = net()
+    params = list(model.parameters())
+    wrapper = Several(torch.optim.AdamW(params, lr=0.01, fused=True))
+    scaler = GradScaler("cpu", init_scale=2.0**12)
+    train(scaler, model, wrapper, ["ok"])
+    wrapper.optimizers[0] = torch.optim.AdamW(params[:2], lr=0.01, fused=True)
+    before = [param.detach().clone() for param in params]
+    train(scaler, model, wrapper, ["ok"], start=1)
+    for old, param in zip(before, params, strict=True):
+        assert (old - param).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_flag_that_was_added_up_over_ranks_skips(fused):
+    """Torch's fused kernels skip only where the flag is exactly 1."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    spoil(model, "inf")
+    scaler.unscale_(optimizer)
+    for flag in scaler._per_optimizer_states[id(optimizer)][
+        "found_inf_per_device"
+    ].values():
+        flag.fill_(2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(param.isfinite().all() for param in model.parameters())

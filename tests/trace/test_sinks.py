@@ -117,6 +117,7 @@ def test_only_some_steps_are_sent_but_every_skip(tmp_path):
     assert set(events(tmp_path / "logs")["buoy/scale"]) == {0, 2}
 
 
+@pytest.mark.slow
 def test_mlflow(tmp_path):
     """Into a database of its own, in a run of its own."""
     import mlflow

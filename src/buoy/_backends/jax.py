@@ -9,10 +9,7 @@ import jax.numpy as jnp
 
 from buoy._core.errors import PolicyError
 from buoy._core.ops import Ops, Precision, Scalar
-from buoy._core.policies.backoff import BackoffState
-from buoy._core.policies.headroom import HeadroomState
-from buoy._core.policies.lognormal import LogNormalState
-from buoy._core.policies.static import StaticState
+from buoy._core.policies.registry import CLASSES
 from buoy._core.state import Seen
 
 __all__ = ["lift", "ops", "register"]
@@ -92,8 +89,9 @@ def register(kind: type[Any]) -> type[Any]:
     )
 
 
-for _kind in (BackoffState, HeadroomState, LogNormalState, StaticState, Seen):
+for _kind in {cls.init.__annotations__["return"]: None for cls in CLASSES.values()}:
     register(_kind)
+register(Seen)
 
 
 def _need_x64() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
 
 __all__ = ["lift", "ops"]
 
@@ -46,7 +46,7 @@ def _exactly(function: Callable[[Scalar], Scalar], x: Scalar) -> Scalar:
 
 _NUMPY = _NumPy()
 for _kind in (np.bool_, np.int32, np.int64, np.float32, np.float64, np.ndarray):
-    know(_kind, _NUMPY)
+    register_ops(_kind, _NUMPY)
 
 
 def ops() -> Ops:

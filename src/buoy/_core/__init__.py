@@ -1,4 +1,4 @@
-"""The pure core: policies, their states, and the rules between them.
+"""The core: policies, their states, and replay.
 
-Standard library only.  Everything else in Buoy imports this; it imports nothing.
+Standard library only.  It imports no other package of Buoy.
 """

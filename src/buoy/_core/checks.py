@@ -1,4 +1,4 @@
-"""Checks of a policy's configuration, each naming field, value and accepted range."""
+"""Checks of a policy's configuration; errors name field, value and accepted range."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def number(
     most: float = math.inf,
     optional: bool = False,
 ) -> None:
-    """Refuse what is not a real number within the given range.
+    """Raise unless the field is a real number within the range.
 
     `above` and `below` are exclusive, `least` and `most` inclusive.
     """
@@ -62,7 +62,7 @@ def number(
 
 
 def whole(policy: Any, field: str, *, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
+    """Raise unless the field is a whole number of at least `least`."""
     value = getattr(policy, field)
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return
@@ -70,32 +70,32 @@ def whole(policy: Any, field: str, *, least: int) -> None:
 
 
 def instance(policy: Any, field: str, kind: type[Any]) -> None:
-    """Refuse what is not of the class."""
+    """Raise unless the field is an instance of the class."""
     if not isinstance(getattr(policy, field), kind):
         _refuse(policy, field, f"a {kind.__name__}")
 
 
 def boolean(policy: Any, field: str) -> None:
-    """Refuse what is neither True nor False."""
+    """Raise unless the field is True or False."""
     if not isinstance(getattr(policy, field), bool):
         _refuse(policy, field, "True or False")
 
 
 def choice(policy: Any, field: str, accepted: tuple[str, ...]) -> None:
-    """Refuse what is not one of the named choices."""
+    """Raise unless the field is one of the choices."""
     if getattr(policy, field) not in accepted:
         _refuse(policy, field, "one of " + ", ".join(map(repr, accepted)))
 
 
 def power_of_two(policy: Any, field: str) -> None:
-    """Refuse a positive number that is no whole power of two."""
+    """Raise unless the field is a power of two."""
     number(policy, field, above=0.0)
     if math.frexp(getattr(policy, field))[0] != 0.5:
         _refuse(policy, field, "a power of two")
 
 
 def ordered(policy: Any, lower: str, upper: str) -> None:
-    """Refuse a lower bound above the upper one."""
+    """Raise if the lower bound is above the upper one."""
     low, high = getattr(policy, lower), getattr(policy, upper)
     if low > high:
         message = (

@@ -1,7 +1,7 @@
-"""Policies and states as plain, versioned, JSON-able dicts, and back.
+"""Encode policies and states as plain, versioned, JSON-compatible dicts, and back.
 
-Field lists are derived from the dataclasses, never typed again.  Reading is strict:
-an unknown version, class or field is an error, never a guess, and nothing is executed.
+The fields are those of the dataclasses.  Reading is strict: an unknown version, class
+or field is an error, and no code is executed.
 """
 
 import math
@@ -11,11 +11,8 @@ from typing import Any
 
 from buoy._core.errors import BuoyError, StateVersionError
 from buoy._core.ops import Scalar
-from buoy._core.policies.backoff import Backoff, BackoffState
-from buoy._core.policies.headroom import Headroom, HeadroomState
-from buoy._core.policies.lognormal import LogNormal, LogNormalState
-from buoy._core.policies.quirks import Quirks
-from buoy._core.policies.static import NoScaling, Static, StaticState
+from buoy._core.policies.presets.quirks import Quirks
+from buoy._core.policies.registry import saved_classes
 
 __all__ = ["VERSION", "decode", "encode", "register"]
 
@@ -25,7 +22,7 @@ _KINDS: dict[str, type[Any]] = {}
 
 
 def register(kind: type[Any]) -> type[Any]:
-    """Let a policy or state class be read back by its name; usable as a decorator.
+    """Register a policy or state class for `decode`; usable as a decorator.
 
     Example:
         >>> from dataclasses import dataclass
@@ -50,17 +47,14 @@ def register(kind: type[Any]) -> type[Any]:
     return kind
 
 
-for _kind in (
-    Backoff, BackoffState, Headroom, HeadroomState, LogNormal, LogNormalState,
-    NoScaling, Quirks, Static, StaticState,
-):  # fmt: skip
+for _kind in saved_classes():
     register(_kind)
 
 
 def encode(value: Any) -> dict[str, Any]:
-    """Write a policy or a state as a dict of plain numbers, strings and lists.
+    """Encode a policy or a state as a dict of plain numbers, strings and lists.
 
-    Numbers on a device are read here: this is the one place of the core that waits.
+    Reads numbers on a device: the only place of the core that waits.
 
     Example:
         >>> from buoy._core.policies.static import Static
@@ -71,7 +65,7 @@ def encode(value: Any) -> dict[str, Any]:
 
 
 def decode(saved: Any) -> Any:
-    """Read back what `encode` wrote.
+    """Decode the result of `encode`.
 
     Example:
         >>> decode({"buoy": 1, "kind": "Static", "init_scale": 8.0, "skip": True})
@@ -115,7 +109,18 @@ def _plain(value: Scalar) -> Any:
     return value if math.isfinite(value) else repr(value)
 
 
+def _upgraded(saved: dict[str, Any]) -> dict[str, Any]:
+    """Upgrade a `Backoff` saved before presets had their own class."""
+    moved = {"quirks", "growth_step"}
+    if saved.get("kind") != "Backoff" or not moved <= saved.keys():
+        return saved
+    if saved["quirks"] != _encode(Quirks()) or saved["growth_step"] is not None:
+        return saved | {"kind": "PeerBackoff"}
+    return {name: value for name, value in saved.items() if name not in moved}
+
+
 def _decode(saved: dict[str, Any]) -> Any:
+    saved = _upgraded(saved)
     kind = _KINDS.get(str(saved.get("kind")))
     if kind is None:
         message = (
@@ -164,7 +169,7 @@ def _is_number(value: Any) -> bool:
 
 @lru_cache(maxsize=128)
 def _words(kind: type[Any]) -> frozenset[str]:
-    """Name the fields that may hold words, by their annotation or default."""
+    """Return the fields that may hold strings, by annotation or default."""
     return frozenset(
         f.name
         for f in fields(kind)

@@ -1,4 +1,4 @@
-"""The tree of errors.
+"""The exception hierarchy.
 
     BuoyError
     +-- PolicyError (ValueError)            a policy's configuration cannot work
@@ -6,24 +6,31 @@
     +-- StateVersionError (ValueError)      a saved state or policy cannot be read
     +-- TraceError (ValueError)             a trace file cannot be read
     +-- MissingBackendError (ImportError)   a framework or an extra is not installed
-    +-- CallOrderError (RuntimeError)       methods came in the wrong order
+    +-- CallOrderError (RuntimeError)       methods called in the wrong order
     +-- ScaleCollapsedError (ArithmeticError)  the scale cannot fall any further
-    |   +-- StuckError                      step after step, training does not move
-    +-- OptionError (ValueError)            a front end's option cannot be that
+    |   +-- StuckError                      training makes no progress
+    +-- OptionError (ValueError, ...)       an argument cannot be used
+    +-- DeviceModeError (RuntimeError)      the outcome must be known on the host
+    +-- RankMismatchError (RuntimeError)    ranks differ; `held` has their values
+    +-- AbsentRankError (RuntimeError)      ranks did not take part; `absent` lists them
 
 Each is also the builtin that a caller would expect, and each message says what was
 wrong with which value, what is accepted, and what to do.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "AbsentRankError",
     "BuoyError",
     "BuoyWarning",
     "CallOrderError",
+    "DeviceModeError",
     "MissingBackendError",
     "OptionError",
     "PolicyError",
+    "RankMismatchError",
     "ScaleCollapsedError",
     "StateVersionError",
     "StuckError",
@@ -34,15 +41,15 @@ __all__ = [
 
 
 class BuoyError(Exception):
-    """The root of everything that Buoy raises on purpose."""
+    """The base class of all exceptions that Buoy raises."""
 
 
 class BuoyWarning(UserWarning):
-    """Something is probably wrong, and training can go on; said once."""
+    """Something is probably wrong, but training can continue; issued once."""
 
 
 class StuckWarning(BuoyWarning):
-    """Training does not move: step after step is skipped, or has zero gradients."""
+    """Training makes no progress: steps are skipped, or gradients are zero."""
 
 
 class PolicyError(BuoyError, ValueError):
@@ -54,29 +61,35 @@ class UnknownPolicyError(BuoyError, LookupError):
 
 
 class StateVersionError(BuoyError, ValueError):
-    """A saved state or policy is of a version or shape that we cannot read."""
+    """A saved state or policy has a version or form that cannot be read."""
 
 
 class TraceError(BuoyError, ValueError):
-    """A trace file is damaged, foreign, or lacks what was asked of it."""
+    """A trace file is damaged, not a trace, or lacks what was requested."""
 
 
 class MissingBackendError(BuoyError, ImportError):
     """A framework or an optional dependency is not installed."""
 
 
-class CallOrderError(BuoyError, RuntimeError):
-    """A front end's methods were called in an order that cannot be right."""
+class CallOrderError(BuoyError, RuntimeError, AssertionError):
+    """Calls are missing, doubled or in the wrong order: change the loop.
+
+    Torch raises RuntimeError or AssertionError in such places; this is both.
+    """
 
 
-class OptionError(BuoyError, ValueError):
-    """An option has a value that is not among those accepted."""
+class OptionError(BuoyError, ValueError, TypeError, AssertionError, AttributeError):
+    """An argument cannot be used: pass another one.
+
+    Frameworks raise any of the four builtins in such places; this is all of them.
+    """
 
 
 class ScaleCollapsedError(BuoyError, ArithmeticError):
-    """The scale would have to fall below the level at which its policy gives up.
+    """The scale would fall below the level at which its policy gives up.
 
-    `state` is the state to go on from: nothing is lost by catching this.
+    `state` is the state to continue from after catching this.
     """
 
     def __init__(self, message: str, state: Any = None) -> None:
@@ -85,8 +98,30 @@ class ScaleCollapsedError(BuoyError, ArithmeticError):
 
 
 class StuckError(ScaleCollapsedError):
-    """Training does not move; `verdict` says why the last step was skipped."""
+    """Training makes no progress; `verdict` is the reason of the last skip."""
 
     def __init__(self, message: str, verdict: object = None) -> None:
         super().__init__(message)
         self.verdict = verdict
+
+
+class DeviceModeError(BuoyError, RuntimeError):
+    """The outcome must be known on the host: use `sync="auto"` and an eager step."""
+
+
+class AbsentRankError(BuoyError, RuntimeError):
+    """Ranks did not take part in a step; `absent` lists them, if known."""
+
+    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.absent = absent
+
+
+class RankMismatchError(BuoyError, RuntimeError):
+    """Ranks differ in scales, gradients or calls; `held` maps ranks to values."""
+
+    def __init__(
+        self, message: str, held: Mapping[int, tuple[float, ...]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.held = dict(held or {})

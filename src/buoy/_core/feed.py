@@ -1,4 +1,4 @@
-"""What feeds a recorder: one step's row, and the bins that exponents are counted in."""
+"""Record a step's row; the bins of exponent histograms."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ BINS = 256  # of float32's exponent field; 0: zeros, 255: inf and NaN, e: 2^(e -
 
 
 class Records(Protocol):
-    """What a front end needs of `buoy.trace.Recorder`."""
+    """The part of `buoy.trace.Recorder` that front ends use."""
 
     def step(
         self,

@@ -1,4 +1,4 @@
-"""Number formats and their limits: what overflows, what underflows, and where."""
+"""Number formats and their limits for overflow and underflow."""
 
 from dataclasses import dataclass
 from math import log2
@@ -45,16 +45,16 @@ class Format:
 
     @property
     def binades(self) -> float:
-        """How many powers of two lie between the smallest and the largest number."""
+        """log2 of the ratio of the largest to the smallest number."""
         return log2(self.max) - log2(self.smallest_subnormal)
 
     @property
     def needs_scaling(self) -> bool:
-        """Whether gradients need help to fit: not with float32's range of exponents."""
+        """Whether gradients need scaling: it has fewer exponents than float32."""
         return self.exponent_bits < 8
 
     def overflows(self, x: float) -> bool:
-        """Say whether x, rounded to nearest even, leaves the finite numbers.
+        """Return whether x, rounded to nearest even, overflows.
 
         A format without infinities saturates or yields NaN there.  NaN overflows too.
         """
@@ -65,7 +65,7 @@ class Format:
         return not (size < limit or (size == limit and not tie_goes_up))
 
     def underflows(self, x: float) -> bool:
-        """Say whether x, not zero itself, is rounded to zero."""
+        """Return whether a nonzero x is rounded to zero."""
         return 0.0 < abs(x) <= self.smallest_subnormal / 2
 
 
@@ -100,7 +100,7 @@ _OTHER_NAMES = {
 
 
 def number_format(name: Any) -> Format:
-    """Find a format by our name or the frameworks' dtype name.
+    """Return a format by our name or a framework's dtype name.
 
     Example:
         >>> number_format("torch.float16").name

@@ -1,9 +1,9 @@
-"""The five functions that a rule needs from whatever its numbers are.
+"""The five functions of a policy's rule, for each kind of number.
 
-A policy's rule is written once, with operators and these five.  Plain Python numbers
-are the definition; the array backends (`buoy._backends`) must agree with it, bit for
-bit.  They are found by the type of the number at hand, and imported only then: if
-torch had not been imported, there could be no tensor to find.
+A rule is written once, with operators and these five.  Plain Python numbers are the
+definition; the array backends (`buoy._backends`) must agree bit for bit.  A backend is
+found by the type of a number, and imported only then: without torch imported, there
+can be no tensor.
 """
 
 import math
@@ -17,9 +17,9 @@ __all__ = [
     "Ops",
     "Precision",
     "Scalar",
-    "know",
-    "know_backends",
     "ops_of",
+    "register_backends",
+    "register_ops",
     "single",
 ]
 
@@ -30,10 +30,10 @@ _PACK, _UNPACK = struct.Struct("f").pack, struct.Struct("f").unpack
 
 
 class Ops(Protocol):
-    """What a backend brings.  Every function takes and returns scalars of its kind."""
+    """The functions of a backend.  Each takes and returns scalars of its kind."""
 
     def where(self, condition: Scalar, if_true: Scalar, if_false: Scalar, /) -> Scalar:
-        """Select without branching; both sides are evaluated."""
+        """Select without a branch; both sides are evaluated."""
 
     def log2(self, x: Scalar, /) -> Scalar:
         """Binary logarithm: -inf for 0, NaN for negative numbers."""
@@ -101,9 +101,9 @@ _LOOKED_FOR: set[str] = set()
 
 
 def ops_of(*values: Scalar) -> Ops:
-    """Find the functions for these numbers: the first that is not plain decides.
+    """Return the functions for these numbers: the first that is not plain decides.
 
-    A type of your own may bring its functions as `__buoy_ops__`.
+    A class may define its functions as `__buoy_ops__`.
 
     Example:
         >>> ops_of(1.0, True) is PLAIN
@@ -112,30 +112,30 @@ def ops_of(*values: Scalar) -> Ops:
     for value in values:
         ops = _KNOWN.get(type(value))
         if ops is None:
-            ops = _learn(type(value))
+            ops = _find_ops(type(value))
         if ops is not PLAIN:
             return ops
     return PLAIN
 
 
-def know(kind: type[Any], ops: Ops) -> None:
-    """Remember whose functions a type takes, so that a compiler need not look."""
+def register_ops(kind: type[Any], ops: Ops) -> None:
+    """Register the functions of a type, so that a compiler need not search."""
     _KNOWN[kind] = ops
 
 
-def know_backends() -> None:
-    """Meet the frameworks that are imported already, before anything is traced."""
+def register_backends() -> None:
+    """Register the frameworks that are imported, before anything is traced."""
     for name in ("numpy", "torch", "jax"):
         if name in sys.modules and name not in _LOOKED_FOR:
             _LOOKED_FOR.add(name)
             import_module(f"buoy._backends.{name}")
 
 
-def _learn(kind: type[Any]) -> Ops:
+def _find_ops(kind: type[Any]) -> Ops:
     found: Ops | None = getattr(kind, "__buoy_ops__", None)
     for base in kind.__mro__:
         name = _BACKEND_OF.get(base.__module__.partition(".")[0])
         if name and found is None:
             found = import_module(f"buoy._backends.{name}").ops()
-    know(kind, PLAIN if found is None else found)
+    register_ops(kind, PLAIN if found is None else found)
     return _KNOWN[kind]

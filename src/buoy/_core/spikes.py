@@ -1,8 +1,8 @@
-"""Which gradient norms stand far out of their own running distribution.
+"""Detect gradient norms that are outliers of their running distribution.
 
-The logarithm of the norm is followed by two running means: where it lies, and how far
-it usually strays.  Both learn from a deviation cut off at the limit, so that a spike
-hardly moves them; a level that stays is believed after `patience` spikes in a row.
+Two running means track log2 of the norm: its centre, and its mean deviation.  Both are
+updated with a deviation clipped at the limit, so that a spike hardly moves them.  After
+`patience` spikes in a row the new level is accepted.
 """
 
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ _FINITE = 300.0  # |log2| of a float32 norm stays below; -inf and NaN do not
 class SpikeState:
     """The running distribution of log2(norm)."""
 
-    count: Scalar  # float32 []: norms learnt from since the start, or a new level
+    count: Scalar  # float32 []: norms since the start, or since a new level
     centre: Scalar  # float32 []
     spread: Scalar  # float32 []: mean distance from the centre
-    row: Scalar  # float32 []: spikes since the last norm that was none
-    spikes: Scalar  # float32 []: of all time
+    row: Scalar  # float32 []: spikes in a row
+    spikes: Scalar  # float32 []: in total
 
 
 class Judged(NamedTuple):
-    """What a norm was taken for."""
+    """The result of a test of a norm."""
 
     state: SpikeState
     spike: Scalar  # bool []
@@ -39,10 +39,10 @@ class Judged(NamedTuple):
 class SpikeGuard:
     """Skip, or clip, a step whose unscaled gradient norm is an outlier.
 
-    A spike lies more than `threshold` usual deviations, and more than `least` times,
-    above the usual norm (both of the logarithm).  The first `warmup` steps only teach;
-    `memory` is how many steps the running distribution spans; after `patience` spikes
-    in a row the new level is taken for real.
+    A spike is more than `threshold` mean deviations (of the logarithm), and more than
+    a factor of `least`, above the usual norm.  The first `warmup` steps are never
+    spikes; `memory` is the span of the running distribution in steps; after `patience`
+    spikes in a row the new level is accepted.
 
     Example:
         >>> guard = SpikeGuard(warmup=4)
@@ -68,13 +68,13 @@ class SpikeGuard:
             whole(self, field, least=1)
 
     def init(self) -> SpikeState:
-        """Start knowing nothing."""
+        """Return the initial state."""
         return SpikeState(0.0, 0.0, 0.0, 0.0, 0.0)
 
     def look(self, state: SpikeState, norm_log2: Scalar, *, ops: Ops = PLAIN) -> Judged:
-        """Judge the norm of one step and learn from it; inf, NaN and 0 teach nothing.
+        """Test the norm of one step and update the state; inf, NaN and 0 are ignored.
 
-        Branch-free, like a policy's rule: it runs on a device without being asked.
+        Branch-free, like a policy's rule: it runs on a device without a host read.
         """
         valid = (norm_log2 > -_FINITE) & (norm_log2 < _FINITE)
         off = ops.where(valid, norm_log2, state.centre) - state.centre
@@ -101,7 +101,7 @@ class SpikeGuard:
     def _learn(
         self, state: SpikeState, off: Scalar, reach: Scalar, ready: Scalar, ops: Ops
     ) -> SpikeState:
-        """Move both means, by a deviation no larger than the limit once it is known."""
+        """Update both means; after the warm-up the deviation is clipped."""
         cut = ops.where(off > reach, reach, ops.where(off < -reach, -reach, off))
         cut = ops.where(ready, cut, off)
         early = state.count < self.memory - 1.0

@@ -1,4 +1,4 @@
-"""What passes between a step and its policy: `Seen`, `Step` and the verdicts."""
+"""The data between a step and its policy: `Seen` and `Step`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -29,10 +29,10 @@ def map_state(function: Callable[[Scalar], Scalar], state: _S) -> _S:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one step's gradients showed, already agreed upon by every rank.
+    """The findings about one step's gradients, combined over all ranks.
 
-    A policy reads what it wants of it; `None` is "not measured".  Never validated:
-    the fields may be tensors or tracers.
+    `None` is "not measured".  The fields may be tensors or tracers, so they are never
+    validated.
 
     Example:
         >>> Seen(finite=True, amax_log2=3.5).amax_log2
@@ -46,7 +46,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What became of one step.
+    """The outcome of one step.
 
     Example:
         >>> Step(applied=True, scale=2.0, next_scale=4.0).verdict.value

@@ -1,11 +1,11 @@
 """The arithmetic of one step, shared by every front end and by replay.
 
-Everything here is O(1): numbers, not tensors.  The same functions run on Python
-floats, NumPy scalars, torch tensors and JAX tracers; a backend brings its `Ops`.
+It works on single numbers.  The same functions run on Python floats, NumPy scalars,
+torch tensors and JAX tracers; each backend has its `Ops`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
@@ -28,15 +28,15 @@ __all__ = [
 
 SMALL_LOG2 = -20.0
 SMALL = 2.0**SMALL_LOG2  # scaled gradients below it count in `Seen.underflow`
-CLIP_EPSILON = 1e-6  # the one of `torch.nn.utils.clip_grad_norm_`
+CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What can be measured of the gradients beyond `finite`, and when.
+    """A measurement of the gradients beyond `finite`, and its schedule.
 
-    It is taken at the turns `phase`, `phase + every`, `phase + 2 * every` and so on;
-    the first step is turn 0.  `reduce` combines the values of ranks and optimizers.
+    It is due at the turns `phase`, `phase + every`, `phase + 2 * every` and so on;
+    the first step is turn 0.  Of several ranks or optimizers the largest value counts.
 
     Example:
         >>> underflow = MEASUREMENTS["underflow"]
@@ -47,10 +47,9 @@ class Measurement:
     name: str  # as in `Policy.wants`, and the field of `Seen`
     every: int = 1
     phase: int = 0
-    reduce: Literal["max", "mean"] = "max"
 
     def due(self, turn: Scalar) -> Scalar:
-        """Say whether it is taken at this turn, a Python int or a traced integer."""
+        """Return whether it is due at this turn, a Python int or a traced integer."""
         return self.every == 1 or turn % self.every == self.phase
 
 
@@ -58,14 +57,14 @@ MEASUREMENTS = {
     measurement.name: measurement
     for measurement in (
         Measurement("amax_log2"),
-        # Counting small gradients costs a pass of its own.
+        # Counting small gradients costs a separate pass.
         Measurement("underflow", every=16, phase=15),
     )
 }
 
 
 class Decision(NamedTuple):
-    """What follows from what a step's gradients showed."""
+    """The decision about a step."""
 
     applied: Scalar  # bool []
     state: Any  # the policy's, for the next step
@@ -73,7 +72,7 @@ class Decision(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What became of one step, on plain numbers; None is "not measured".
+    """The outcome of one step, as plain numbers; None is "not measured".
 
     Example:
         >>> Row(0, 8.0, 4.0, False, Verdict.BAD_BATCH, loss=3.5).norm is None
@@ -101,10 +100,10 @@ def decide(
     max_norm: Scalar = None,
     ops: Ops,
 ) -> Decision:
-    """Decide whether to apply a step, with which factor, and move the scale.
+    """Decide whether to apply a step and with which factor, and move the scale.
 
-    `inverse` is 1 / scale, `norm` the unscaled norm; it is needed where `max_norm`
-    is given.  Raises what the policy raises, e.g. `ScaleCollapsedError`.
+    `inverse` is 1 / scale, `norm` the unscaled norm, which is required with
+    `max_norm`.  Raises what the policy raises, e.g. `ScaleCollapsedError`.
 
     Example:
         >>> from buoy import Backoff
@@ -124,10 +123,10 @@ def decide(
 
 
 def is_applied(policy: Policy, seen: Seen) -> Scalar:
-    """Say whether a step is applied: only if it is finite and the policy agrees.
+    """Return whether a step is applied: only if it is finite and the policy agrees.
 
-    `policy.applies` can veto a finite step.  It cannot have a non-finite one applied:
-    presets that say so describe a peer that does not check.
+    `policy.applies` can veto a finite step, but not apply a non-finite one; presets
+    that return True for it reproduce a peer that does not check.
 
     Example:
         >>> from buoy import Static
@@ -139,13 +138,13 @@ def is_applied(policy: Policy, seen: Seen) -> Scalar:
 
 
 def clip_factor(norm: Scalar, max_norm: Scalar, ops: Ops) -> Scalar:
-    """Return what gradients of this norm are multiplied by: min(1, max_norm / norm).
+    """Return the clip factor of gradients of this norm: min(1, max_norm / norm).
 
-    As in torch, 1e-6 is added to the norm.  For `max_norm` >= 0 the factor lies in
-    [0, 1] and is never NaN: an infinite `max_norm` gives 1 whatever the norm, a NaN
+    As in torch, 1e-6 is added to the norm.  For `max_norm` >= 0 the factor is in
+    [0, 1] and never NaN: an infinite `max_norm` gives 1 whatever the norm, a NaN
     of either gives 1, and an infinite norm gives 0.  (A step whose gradients are not
     finite is skipped anyway.)  A norm of 0 gives 1 for every `max_norm` from 1e-6 on;
-    below, what the zeros are multiplied by makes no difference.
+    below that the factor of the zeros makes no difference.
 
     Example:
         >>> from buoy._core.ops import PLAIN
@@ -157,10 +156,10 @@ def clip_factor(norm: Scalar, max_norm: Scalar, ops: Ops) -> Scalar:
 
 
 def bounded_norm(amax: Scalar, count: int, order: float = 2.0) -> Scalar:
-    """Bound the norm of `count` numbers up to `amax`: count^(1 / order) x amax.
+    """Return a bound of the norm of `count` numbers: count^(1 / order) x amax.
 
-    For a sum of powers that overflows though every number is finite.  The gradients
-    are then clipped harder than necessary, and are not called non-finite.
+    Used if the sum of powers overflows although every number is finite.  The
+    gradients are then clipped harder than necessary, but the step is not skipped.
 
     Example:
         >>> bounded_norm(1e30, 4)

@@ -1,6 +1,6 @@
-"""Why a step was skipped: the names, one table of what they mean, and the judge.
+"""Verdicts, the reasons of skipped steps: names, a table of meanings, loss rules.
 
-A new verdict is a name in `Verdict`, a line in `VERDICTS`, and whoever decides it.
+To add one, add a name to `Verdict`, an entry to `VERDICTS`, and the code that sets it.
 """
 
 import enum
@@ -18,7 +18,7 @@ _CLIMB = 4.0  # times the start of the climb
 
 
 class Verdict(enum.StrEnum):
-    """Why a step was skipped, or that it was not.
+    """The reason for a skipped step, or `applied`.
 
     Example:
         >>> Verdict("bad_batch").name
@@ -38,7 +38,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a verdict means, for messages, reports and re-runs.
+    """The meaning of a verdict, for messages, reports and re-runs.
 
     Example:
         >>> VERDICTS[Verdict.POISONED].text
@@ -48,7 +48,7 @@ class Meaning:
     """
 
     seen: str
-    remedy: str = ""  # what to do; empty where there is nothing to do
+    remedy: str = ""  # what to do; empty if nothing
     normal: bool = False  # expected now and then in a healthy run
     curable: bool = False  # the same batch may succeed at a lower scale
     grave: bool = False  # no scale cures it: the user must act
@@ -56,12 +56,12 @@ class Meaning:
 
     @property
     def text(self) -> str:
-        """Both parts, to be put into a sentence."""
+        """Both parts, for use in a sentence."""
         return f"{self.seen}; {self.remedy}" if self.remedy else self.seen
 
     @property
     def sentences(self) -> str:
-        """Both parts as sentences of their own."""
+        """Both parts as separate sentences."""
         parts = [part for part in (self.seen, self.remedy) if part]
         return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
@@ -122,10 +122,10 @@ EXPLAINED = {verdict: meaning.text for verdict, meaning in VERDICTS.items()}
 
 
 def judge_losses(now: Sequence[float], before: Sequence[float]) -> Verdict:
-    """Name the cause of a skip from this step's losses and those of the steps before.
+    """Return the reason for a skip, from the losses of this step and previous steps.
 
-    In order: the loss was non-finite before it was scaled; it has been climbing; it
-    is far above the others; and else the scale was too high, which is normal.
+    In order: the loss was non-finite before it was scaled; it has been rising; it is
+    far above the others; else the scale was too high, which is normal.
 
     Example:
         >>> judge_losses([90.0], [1.0, 1.1, 0.9, 1.0]).value
@@ -146,7 +146,7 @@ def judge_losses(now: Sequence[float], before: Sequence[float]) -> Verdict:
 
 
 def _climbs(sizes: Sequence[float]) -> bool:
-    """Say whether the last losses rose step by step, and far."""
+    """Return whether the last losses rose at every step, and by a large factor."""
     tail = sizes[-_LEAST - 1 :]
     rising = all(a < b for a, b in pairwise(tail))
     return rising and tail[-2] > _CLIMB * tail[0]

@@ -1,4 +1,4 @@
-"""Warn at the line of the user's that called Buoy, however deep the cause."""
+"""Warn with the location of the user's code that called Buoy."""
 
 import sys
 import warnings
@@ -7,7 +7,7 @@ from buoy._core.errors import BuoyWarning
 
 __all__ = ["warn"]
 
-# Frameworks stand between: torch's base classes and JAX's tracing call back into Buoy.
+# Torch's base classes and JAX's tracing call back into Buoy: skip their frames, too.
 _INSIDE = ("buoy", "torch", "jax")
 
 

@@ -1,8 +1,8 @@
-"""Watch whether training moves: one log line per episode of skips, one alarm if stuck.
+"""Detect training without progress: one log line per episode, one alarm if stuck.
 
-Training is stuck when `patience` steps in a row were skipped, when more than half of
-the last 4 x `patience` steps were, or when the gradients of `patience` steps in a row
-(skipped ones aside) were all exactly zero.  Front ends, report and doctor go by this.
+Training is stuck if `patience` steps in a row were skipped, if more than half of the
+last 4 x `patience` steps were, or if the gradients of `patience` applied steps in a row
+were all exactly zero.  Front ends, report and doctor use this definition.
 """
 
 import logging
@@ -25,7 +25,7 @@ _QUIET = 20  # clean steps between two lines, unless an episode has doubled
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """What a callable given as `on_stuck` is called with.
+    """The argument of a callable `on_stuck`.
 
     Example:
         >>> print(Stuck(50, 50, 1.0, Verdict.POISONED, ("w",)).what)
@@ -41,7 +41,7 @@ class Stuck:
 
     @property
     def what(self) -> str:
-        """What was seen, without its cause."""
+        """What happened, without its cause."""
         if self.zeros:
             return f"the gradients of the last {self.zeros:,} steps were all exactly 0"
         if self.window > self.skipped:
@@ -69,14 +69,14 @@ Look = Callable[[], tuple[Verdict, tuple[str, ...]]]
 
 
 def window_of(patience: int = PATIENCE) -> int:
-    """Return how many of the last steps are looked at for skips."""
+    """Return the number of steps in the window for skips."""
     return 4 * patience
 
 
 def count_stuck(
     row: int, skipped: int, looked: int, patience: int = PATIENCE
 ) -> tuple[int, int] | None:
-    """Return how many of how many steps were skipped if that is too many, else None.
+    """Return (skipped steps, window) if training is stuck, else None.
 
     `row` steps were skipped in a row, and `skipped` of the last `looked`, which are at
     most `window_of(patience)`.
@@ -93,7 +93,7 @@ def count_stuck(
 
 
 class Watch:
-    """Follow which steps were applied.
+    """Counts applied and skipped steps.
 
     A front end calls `applied` or `skipped` once per step, or `note` with a row.
     Logs one line per episode of skips; warns, raises or calls back once when stuck.
@@ -122,7 +122,7 @@ class Watch:
             message = f"`patience` must be a whole number above 0, got {patience!r}."
             raise OptionError(message)
         self.on_stuck, self.patience = on_stuck, patience
-        self.steps = 0  # whose outcome is known here
+        self.steps = 0  # with a known outcome
         self.skips = 0
         self.row = 0  # steps skipped in a row
         self.zeros = 0  # steps in a row whose gradients were all zero
@@ -138,7 +138,7 @@ class Watch:
         self._first: tuple[str, ...] = ()  # offenders of the episode
 
     def note(self, row: Row, look: Look | None = None) -> None:
-        """Take note of a step's row; may warn or raise.  See `skipped` for `look`."""
+        """Add a step's row; may warn or raise.  See `skipped` for `look`."""
         if row.applied:
             self.applied(row.next_scale, norm=row.norm, amax=row.amax)
         else:
@@ -151,10 +151,10 @@ class Watch:
         norm: float | None = None,
         amax: float | None = None,
     ) -> None:
-        """Take note of a step that was applied; may warn or raise.
+        """Add a step that was applied; may warn or raise.
 
-        `scale` may be a function: it is called only where the scale is written about.
-        `norm` and `amax` are of its gradients, None where they were not measured.
+        `scale` may be a function: it is called only for a message.  `norm` and `amax`
+        are those of its gradients, None if they were not measured.
         """
         self.steps += 1
         self._window.append(False)
@@ -180,10 +180,10 @@ class Watch:
         *,
         look: Look | None = None,
     ) -> None:
-        """Take note of a step that was skipped; may warn or raise.
+        """Add a step that was skipped; may warn or raise.
 
-        `look` finds a better verdict and the offenders where that costs a read of the
-        device: it is called only when there is reason for alarm.
+        `look` returns a better verdict and the offenders, at the cost of a device
+        read: it is called only if training is stuck.
         """
         self.steps += 1
         self.skips += 1
@@ -213,9 +213,9 @@ class Watch:
             warn(message, StuckWarning)
 
     def _log_episode(self, scale: float | Callable[[], float]) -> None:
-        """Write the line of an episode that has just ended."""
+        """Log an episode that has ended."""
         if self.steps - self._logged_at < _QUIET and self._episode < 2 * self._logged:
-            return  # more of the same: let it add up
+            return  # log it together with the next one
         cause = max(self._verdicts, key=lambda verdict: self._verdicts[verdict])
         meaning = VERDICTS[cause]
         self._log.log(

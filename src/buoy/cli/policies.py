@@ -53,9 +53,8 @@ def _as_dict(row: Listed) -> dict[str, Any]:
 
 
 def _parameters(row: Listed) -> str:
-    # Quirks are for the presets; whoever wants them reads the documentation.
     return ", ".join(
         f"{name}={value_text(value)}"
         for name, value in row.parameters.items()
-        if value is not inspect.Parameter.empty and name != "quirks"
+        if value is not inspect.Parameter.empty
     )

@@ -118,7 +118,10 @@ def _print(trace: Trace, results: Iterable[Replayed]) -> None:
             click.echo(f"{result.name} gave up at step {result.collapsed_at}.")
         if result.let_through:
             steps = result.let_through
-            click.echo(f"{result.name} applied {steps} steps that were not finite.")
+            click.echo(
+                f"{result.name} itself applies {steps} of these steps though they are "
+                "not finite; with Buoy they are skipped."
+            )
 
 
 def _row(result: Replayed) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def _train(results: Results, jobs: list[Job], seeds: int) -> bool:
 
 
 class _Lines:
-    """Progress where nobody watches: a line for each training that has ended."""
+    """Progress without a terminal: a line for each training that has ended."""
 
     def __init__(self, results: Results, total: int) -> None:
         self._results, self._total = results, total
@@ -176,7 +176,7 @@ def _metrics(results: Results) -> str:
 
 
 def _opened(page: Path) -> bool:
-    """Open the page if somebody is there to see it."""
+    """Open the page if there is a display to show it on."""
     there = sys.platform in {"darwin", "win32"} or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
     )

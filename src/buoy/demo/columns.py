@@ -31,7 +31,7 @@ class Column:
 
 
 def column_of(spec: str, chosen: Policy) -> Column:
-    """Make a column for a policy that somebody typed."""
+    """Make a column for a policy that was given by name."""
     return Column(spec, f"FP16 with `{spec}`", chosen)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from buoy._backends.torch.exponents import exponents
 from buoy._core.state import Verdict
 from buoy.demo.columns import Column
 from buoy.demo.workloads import Forward, Workload
 from buoy.emulate import LOSSES, emulate
 from buoy.torch import GradScaler
-from buoy.torch.exponents import exponents
 from buoy.trace import Row
 from buoy.trace.counts import Counts
 from buoy.trace.recording import Shot

@@ -48,7 +48,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its room when it is first asked for."""
+    """Import a public name from its module on first use."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'buoy.diagnose' has no attribute {name!r}")
     value = getattr(import_module(f"buoy.diagnose.{_HOME_OF[name]}"), name)

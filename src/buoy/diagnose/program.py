@@ -1,4 +1,4 @@
-"""Run somebody's script in this process, as `python script.py` would.
+"""Run a user's script in this process, as `python script.py` would.
 
 The script sees its own `sys.argv`, is `__main__`, and finds its neighbours: its folder
 is first on `sys.path`.  Nothing of it is changed.

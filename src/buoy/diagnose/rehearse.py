@@ -15,7 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from buoy.torch.scaling import scaled
+from buoy._backends.torch.losses import map_nested
 
 __all__ = [
     "Rehearsed",
@@ -66,6 +66,16 @@ class Rehearsed:
         self.backward = False
 
 
+class _Window:
+    """Stands for a window of micro-batches: scales a loss and runs it backward."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        self._scaler.scale(loss).backward(retain_graph=retain_graph)
+
+
 def _eager() -> Any:
     """Keep compiled modules from running past the hooks."""
     stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
@@ -78,7 +88,7 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
 
     def multiply(self: TorchGradScaler, outputs: Any) -> Any:
         if not isinstance(outputs, torch.Tensor):
-            return scaled(self, outputs)  # type: ignore[arg-type]
+            return map_nested(self.scale, outputs)
         seen.losses.append(outputs.detach())
         if not self.is_enabled():
             return outputs
@@ -98,7 +108,7 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
         "scale": multiply,
         "backward": combine,
         "run": lambda self, step_fn, *_, **__: step_fn(),  # noqa: ARG005
-        "accumulate": lambda self, *_, **__: nullcontext(),  # noqa: ARG005
+        "accumulate": lambda self, *_, **__: nullcontext(_Window(self)),
         **dict.fromkeys(_AFTER, _over),
     }
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """A batch on disk, with the random numbers it met and what was found about it.
 
-Written by `torch.save` and read back with `weights_only=True`: a file of somebody
-else's is data, and opening it executes nothing.
+Written by `torch.save` and read back with `weights_only=True`: a file from
+elsewhere is data, and opening it executes nothing.
 """
 
 from dataclasses import asdict, dataclass

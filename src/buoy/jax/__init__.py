@@ -6,6 +6,7 @@ updates, opt_state = tx.update(grads, opt_state, params, value=loss)
 """
 
 from buoy._core.errors import MissingBackendError
+from buoy._core.watch import Stuck
 
 try:
     import jax as _jax  # noqa: F401
@@ -28,6 +29,8 @@ from buoy.jax.errors import (
     OptionError,
     SeveralScalesError,
     StructureError,
+    StuckError,
+    StuckWarning,
     UnboundAxisError,
     UnhashablePolicyError,
 )
@@ -54,6 +57,9 @@ __all__ = [
     "OptionError",
     "SeveralScalesError",
     "StructureError",
+    "Stuck",
+    "StuckError",
+    "StuckWarning",
     "UnboundAxisError",
     "UnhashablePolicyError",
     "applied_of",

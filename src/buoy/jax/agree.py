@@ -1,7 +1,7 @@
-"""Make every device see the same, where JAX does not by itself.
+"""Make all devices decide alike where JAX does not ensure it.
 
-Under `jit` arrays are global and nothing is to be done.  Inside `shard_map` and `pmap`
-each device sees its own part: `axis_name` says over which axes to agree.
+Under `jit` arrays are global and no communication is needed.  Inside `shard_map` and
+`pmap` each device has its own part: `axis_name` names the axes to reduce over.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["axes_of", "check_axes", "largest", "may_branch", "total", "varying"]
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...] | None:
-    """Turn `axis_name` into a tuple; None stays None: not said."""
+    """Return `axis_name` as a tuple; None if it was not given."""
     if axis_name is None:
         return None
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -30,17 +30,17 @@ def axes_of(axis_name: Any) -> tuple[Any, ...] | None:
 
 
 def _manual_axes() -> tuple[str, ...]:
-    """Name the mesh axes over which each device sees its own part, here and now."""
+    """Return the manual mesh axes in the current context."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def may_branch(leaves: Sequence[Any]) -> bool:
-    """Say whether a compiled program should branch, here and now.
+    """Return whether a compiled program should branch in the current context.
 
-    A CPU may: on most steps one side of the branch is never computed.  Accelerators
-    would have to ask the host which way to go; devices that see different parts might
-    go different ways; branches on a mesh with explicit axes must agree in where their
-    results lie; and outside of `jit` a branch is compiled at every call.
+    On a CPU it should: one side of the branch is not computed.  Not on accelerators,
+    where a branch waits for the host; not with manual axes, where devices might take
+    different branches; not on a mesh with explicit axes, where both branches must have
+    the same sharding; and not outside of `jit`, where every call would compile.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or mesh.explicit_axes or jax.default_backend() != "cpu":
@@ -49,14 +49,14 @@ def may_branch(leaves: Sequence[Any]) -> bool:
 
 
 def varying(value: Any) -> tuple[str, ...]:
-    """Name the axes over which a value may differ, as far as JAX keeps account."""
+    """Return the axes over which a value may vary, as far as JAX tracks them."""
     kind = jax.typeof(value)
     now = getattr(getattr(kind, "mat", None), "varying", ())
     return tuple(sorted(getattr(kind, "vma", now)))  # `vma` before 0.10
 
 
 def check_axes(values: dict[str, Any], axes: tuple[Any, ...] | None, what: str) -> None:
-    """Refuse to let devices decide apart; `values` are the named things looked at."""
+    """Raise if devices would decide independently; `values` are checked by name."""
     if axes:
         _check_bound(axes)
     manual = _manual_axes()
@@ -82,7 +82,7 @@ def _missing(found: str, over: tuple[str, ...]) -> str:
 
 
 def _tracked(manual: tuple[str, ...]) -> bool:
-    """Say whether JAX keeps account of what varies here (`check_vma=True`)."""
+    """Return whether JAX tracks varying values here (`check_vma=True`)."""
     return bool(varying(jax.lax.axis_index(manual[0])))
 
 
@@ -100,7 +100,7 @@ def _check_bound(axes: tuple[Any, ...]) -> None:
 
 
 def total(value: jax.Array) -> jax.Array:
-    """Add up over the axes on which a value is known to vary."""
+    """Sum over the axes on which a value varies."""
     over = varying(value)
     if not over:
         return value
@@ -109,9 +109,9 @@ def total(value: jax.Array) -> jax.Array:
 
 
 def largest(values: list[jax.Array], axes: tuple[Any, ...] | None) -> list[jax.Array]:
-    """Take the largest of each number over all devices, in one collective.
+    """Return the maximum of each number over all devices, in one collective.
 
-    NaN becomes inf: both say "not finite", and not every collective keeps NaN.
+    NaN becomes inf: both mean "not finite", and not every collective keeps NaN.
     """
     if not axes:
         return values

@@ -1,4 +1,4 @@
-"""One step: look at the gradients, move the scale, apply the update or leave it."""
+"""One step: check the gradients, move the scale, apply or skip the update."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import optax
 from buoy._backends.jax import ops
 from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
+from buoy._core.step import MEASUREMENTS, SMALL, decide
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.errors import NoScaleError, StructureError
@@ -20,13 +21,11 @@ from buoy.jax.survey import Survey, agreed, survey, underflow
 
 __all__ = ["Options", "advance"]
 
-_UNDERFLOW_EVERY = 16  # counting small gradients costs a pass of its own
-_SMALL = 2.0**-20  # see `Seen.underflow`
 _OPS = ops()
 
 
 class Options(NamedTuple):
-    """What `loss_scaled` was given, checked."""
+    """The arguments of `loss_scaled`, checked."""
 
     inner: optax.GradientTransformationExtraArgs
     policy: Policy
@@ -37,9 +36,9 @@ class Options(NamedTuple):
 
 
 class _Scales(NamedTuple):
-    """The scale that the gradients carry, and the one their backward pass ran at."""
+    """The scale of the gradients, and the scale of their backward pass."""
 
-    inverse: jax.Array  # float32 []: 1 / the planned scale, which they carry
+    inverse: jax.Array  # float32 []: 1 / the planned scale, that of the gradients
     lowered: jax.Array  # float32 []: the foreseen scale / the planned one
 
 
@@ -55,11 +54,16 @@ def advance(
     flat = jax.tree.leaves(grads)
     branch = may_branch(flat)
     looked = _look(options, flat, scales, state.steps, branch=branch)
-    seen = _seen(looked, scales)
-    applied = jnp.asarray(policy.applies(seen))
-    after = policy.update(before, seen, ops=_OPS)
     norm = looked.norm * scales.inverse
-    factor = _factor(norm, scales.inverse, options.max_norm)
+    applied, after, factor = decide(
+        policy,
+        before,
+        _seen(looked, scales),
+        inverse=scales.inverse,
+        norm=norm,
+        max_norm=options.max_norm,
+        ops=_OPS,
+    )
     updates, inner = apply_or_skip(
         lambda grads, inner, params: _inner(
             options, _multiplied(grads, factor), inner, params, extra
@@ -107,10 +111,10 @@ def _check(options: Options, grads: Any, state: Any, params: Any) -> None:
 
 
 def _scales(planned: Any, foreseen: Any) -> _Scales:
-    """Tell the two scales of a step apart.
+    """Return the two scales of a step.
 
-    Gradients always carry the planned one, which everybody can read; a backward pass
-    that was foreseen to overflow ran lower, and `value_and_grad` made up for it.
+    Gradients always have the planned scale, that of `scale_of(opt_state)`.  A backward
+    pass that would overflow ran at a lower one; `value_and_grad` corrected for it.
     """
     scale = foresight.single(planned.scale)
     return _Scales(1.0 / scale, foresight.single(foreseen.scale) / scale)
@@ -126,9 +130,9 @@ def _look(
 ) -> Survey:
     looked = survey(flat, scales.inverse, amax=options.measure_amax, branch=branch)
     if "underflow" in options.policy.wants:
-        turn = (steps + 1) % _UNDERFLOW_EVERY == 0
+        due = MEASUREMENTS["underflow"].due(steps)
         looked = looked._replace(
-            small=underflow(flat, _SMALL / scales.lowered, turn, branch=branch)
+            small=underflow(flat, SMALL / scales.lowered, due, branch=branch)
         )
     return agreed(looked, options.axes)
 
@@ -143,24 +147,17 @@ def _seen(looked: Survey, scales: _Scales) -> Seen:
 
 
 def _log2(size: jax.Array) -> jax.Array:
-    """Take the logarithm, exactly for powers of two, which XLA's own misses.
+    """Return log2, exact for powers of two; XLA's own is not.
 
-    Policies compare it in steps of 1/1024: one below would be another scale.
+    Policies compare it in steps of 1/1024: an error would change the scale.
     """
     part, whole = jnp.frexp(size)
     return (whole - 1).astype(jnp.float32) + jnp.log2(2.0 * part)
 
 
-def _factor(norm: jax.Array, inverse: jax.Array, max_norm: float | None) -> jax.Array:
-    """Unscaling and clipping are one multiplier."""
-    if max_norm is None:
-        return inverse
-    return inverse * jnp.minimum(max_norm / norm, 1.0)
-
-
 def _multiplied(grads: Any, factor: jax.Array) -> Any:
     def multiply(grad: jax.Array) -> jax.Array:
-        if grad.dtype == jnp.float16:  # what is unscaled does not fit there
+        if grad.dtype == jnp.float16:  # unscaled values do not fit
             grad = grad.astype(jnp.float32)
         if leaves.is_narrow(grad):
             return (grad.astype(jnp.float32) * factor).astype(grad.dtype)
@@ -173,26 +170,26 @@ def _inner(
     options: Options, grads: Any, inner: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, Any]:
     if params is not None and not keeps_masters(inner):
-        params = leaves.widened(params)
+        params = leaves.widen_fp16(params)
     updates, after = options.inner.update(grads, inner, params, **extra)
     return updates, after
 
 
 def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:
-    """Unscale the largest gradient, where it was measured."""
+    """Return the largest unscaled gradient, if it was measured."""
     return None if looked.amax is None else _no_nan(looked.amax * scales.inverse)
 
 
 def _no_nan(number: jax.Array) -> jax.Array:
-    """Note what is not finite as inf.
+    """Replace NaN by inf.
 
-    An overflow is no error; a NaN in the state would stop `jax_debug_nans` at it.
+    An overflow is not an error, but `jax_debug_nans` would stop at a NaN in the state.
     """
     return jnp.where(jnp.isnan(number), jnp.inf, number)
 
 
 def _row(numbers: Sequence[Any]) -> jax.Array:
-    """Put the numbers of `COLUMNS` side by side; the last says if there is a loss."""
+    """Stack the numbers of `COLUMNS`; the last is whether there is a loss."""
     known = jnp.asarray(numbers[-1] is not None)
     return jnp.stack(
         [UNKNOWN if x is None else x.astype(jnp.float32) for x in (*numbers, known)]

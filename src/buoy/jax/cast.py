@@ -1,4 +1,4 @@
-"""Which dtype where: parameters, computation, outputs."""
+"""Cast trees: the dtypes of parameters, computation and outputs."""
 
 import functools
 from collections.abc import Callable
@@ -14,10 +14,10 @@ __all__ = ["Dtypes", "cast"]
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """Cast the floating-point arrays of a tree; leave everything else as it is.
+    """Cast the floating-point arrays of a tree; keep everything else.
 
     Integers, booleans, random keys, complex numbers, Python numbers, strings and None
-    stay; so does an array that is of the dtype already.
+    do not change; neither do arrays that already have the dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -61,19 +61,19 @@ class Dtypes:
             object.__setattr__(self, name, _floating(getattr(self, name)).name)
 
     def to_param(self, tree: Any) -> Any:
-        """Cast to the dtype that parameters are kept in."""
+        """Cast to the dtype of parameters."""
         return cast(tree, self.param)
 
     def to_compute(self, tree: Any) -> Any:
-        """Cast to the dtype that is computed in."""
+        """Cast to the dtype of the computation."""
         return cast(tree, self.compute)
 
     def to_output(self, tree: Any) -> Any:
-        """Cast to the dtype of what is handed back."""
+        """Cast to the dtype of outputs."""
         return cast(tree, self.output)
 
     def computed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function take its arguments in `compute`, and return `output`."""
+        """Wrap a function: cast its arguments to `compute`, its result to `output`."""
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

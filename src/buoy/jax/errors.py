@@ -1,4 +1,4 @@
-"""What the JAX front end raises.  Each class is also the builtin one would expect."""
+"""The exceptions of the JAX front end.  Each is also the builtin to expect."""
 
 from buoy._core.errors import (
     BuoyError,
@@ -6,6 +6,8 @@ from buoy._core.errors import (
     CallOrderError,
     OptionError,
     PolicyError,
+    StuckError,
+    StuckWarning,
 )
 
 __all__ = [
@@ -18,37 +20,39 @@ __all__ = [
     "OptionError",
     "SeveralScalesError",
     "StructureError",
+    "StuckError",
+    "StuckWarning",
     "UnboundAxisError",
     "UnhashablePolicyError",
 ]
 
 
 class NoScaleError(BuoyError, LookupError):
-    """No state of `loss_scaled` is where one was looked for."""
+    """No state of `loss_scaled` was found."""
 
 
 class NoStepError(CallOrderError):
-    """A step was asked about before there was one."""
+    """The last step was requested before the first step."""
 
 
 class SeveralScalesError(BuoyError, LookupError):
-    """More than one state of `loss_scaled` was found, and one had to be meant."""
+    """More than one state of `loss_scaled` was found where one is needed."""
 
 
 class StructureError(BuoyError, ValueError):
-    """Gradients, parameters and state are not of one tree."""
+    """Gradients, parameters and state do not have the same tree structure."""
 
 
 class IntegerLeafError(BuoyError, TypeError):
-    """A leaf that should be a float is an integer, a boolean or no array."""
+    """A leaf that should be a float is an integer, a boolean or not an array."""
 
 
 class LossError(BuoyError, TypeError):
-    """A loss function returned something else than one loss, or a loss and data."""
+    """A loss function did not return one loss, or a loss and data."""
 
 
 class MissingAxisError(BuoyError, ValueError):
-    """Devices would decide apart: no `axis_name` says over which axis to agree."""
+    """Devices would decide independently: `axis_name` is missing."""
 
 
 class UnboundAxisError(BuoyError, NameError):
@@ -56,4 +60,4 @@ class UnboundAxisError(BuoyError, NameError):
 
 
 class UnhashablePolicyError(PolicyError, TypeError):
-    """A policy cannot be part of a compiled function: a field has no hash."""
+    """A policy cannot be part of a compiled function: a field is not hashable."""

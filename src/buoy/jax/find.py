@@ -1,4 +1,4 @@
-"""Find the state of `loss_scaled` inside whatever holds it."""
+"""Find the state of `loss_scaled` inside another tree."""
 
 import warnings
 from typing import Any
@@ -7,14 +7,14 @@ import jax
 import optax
 
 from buoy.jax.errors import BuoyWarning, NoScaleError, SeveralScalesError
-from buoy.jax.flax import introduce
+from buoy.jax.flax import register_with_flax
 from buoy.jax.state import LossScaledState
 
-__all__ = ["find", "holds_ours", "scale_of"]
+__all__ = ["find", "holds_state", "scale_of"]
 
 
 def scale_of(opt_state: Any) -> jax.Array:
-    """Tell the scale that the next loss is multiplied by.  No device is waited for.
+    """Return the scale of the next loss, without waiting for the device.
 
     `opt_state` may be any tree that holds the state of one `loss_scaled`: an
     `optax.chain`'s, a flax `TrainState`, an `nnx.Optimizer`.
@@ -31,9 +31,9 @@ def scale_of(opt_state: Any) -> jax.Array:
 
 
 def find(tree: Any) -> LossScaledState:
-    """Return the one state of `loss_scaled` in a tree, of plain arrays."""
-    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_ours)[0]
-    found = [(path, leaf) for path, leaf in paths if _is_ours(leaf)]
+    """Return the only state of `loss_scaled` in a tree, as plain arrays."""
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]
+    found = [(path, leaf) for path, leaf in paths if _is_state(leaf)]
     if not found:
         message = (
             f"No state of `loss_scaled` in this {type(tree).__name__}. Pass the "
@@ -54,10 +54,10 @@ def find(tree: Any) -> LossScaledState:
     _, state = found[0]
     _warn_of_wrappers(tree)
     bare: LossScaledState = jax.tree.map(_bare, state, is_leaf=_is_variable)
-    return introduce(bare)
+    return register_with_flax(bare)
 
 
-def _is_ours(leaf: Any) -> bool:
+def _is_state(leaf: Any) -> bool:
     return isinstance(leaf, LossScaledState)
 
 
@@ -66,33 +66,33 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _bare(leaf: Any) -> Any:
-    """Take an array out of the variable that flax's nnx wraps it in."""
+    """Return the array in a variable of flax's nnx."""
     return leaf.get_value() if _is_variable(leaf) else leaf
 
 
 _AROUND: dict[type[Any], str] = {
     optax.MultiStepsState: (
-        "`optax.MultiSteps` stands around `loss_scaled`: it adds up scaled gradients, "
+        "`optax.MultiSteps` wraps `loss_scaled`: it adds up scaled gradients, "
         "and after one overflow its sum is NaN for good (it clears it by multiplying "
         "by 0). Put it inside: `loss_scaled(optax.MultiSteps(inner, k))` checks every "
         "micro-batch and leaves out the bad one alone."
     ),
     optax.ApplyIfFiniteState: (
-        "`optax.apply_if_finite` stands around `loss_scaled`: it keeps overflows to "
-        "itself, so that the scale does not fall and every further step overflows "
-        "too. Leave it out: `loss_scaled` applies what is finite, and nothing else."
+        "`optax.apply_if_finite` wraps `loss_scaled`: it hides overflows, so that "
+        "the scale does not fall and every further step overflows, too. Leave it "
+        "out: `loss_scaled` applies only finite updates."
     ),
 }
 
 
 def _warn_of_wrappers(tree: Any) -> None:
-    """Warn of what must not stand around `loss_scaled`."""
+    """Warn about transformations that must not wrap `loss_scaled`."""
     kinds = tuple(_AROUND)
     for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(leaf, kinds) and holds_ours(leaf):
+        if isinstance(leaf, kinds) and holds_state(leaf):
             warnings.warn(_AROUND[type(leaf)], BuoyWarning, stacklevel=4)
 
 
-def holds_ours(tree: Any) -> bool:
-    """Say whether a tree holds a state of `loss_scaled`."""
-    return any(map(_is_ours, jax.tree.leaves(tree, is_leaf=_is_ours)))
+def holds_state(tree: Any) -> bool:
+    """Return whether a tree holds a state of `loss_scaled`."""
+    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))

@@ -1,7 +1,7 @@
-"""Let flax's `to_bytes` and `from_bytes` carry our states, where flax is loaded.
+"""Support flax's `to_bytes` and `from_bytes` for our states.
 
-Flax asks a table of its own which classes it may take apart.  It is never imported
-from here: who has not loaded it needs no entry, and who has gets it on first use.
+Flax needs every class in its own registry.  This module never imports flax: if it is
+already imported, the classes are registered on first use.
 """
 
 import sys
@@ -12,19 +12,19 @@ from buoy.jax.errors import StructureError
 from buoy.jax.masters import MasterState
 from buoy.jax.state import LossScaledState
 
-__all__ = ["introduce"]
+__all__ = ["register_with_flax"]
 
 _KNOWN: set[type[Any]] = set()
 
 
-def introduce(state: LossScaledState) -> LossScaledState:
-    """Tell flax of the classes in a state, once, and hand the state back."""
+def register_with_flax(state: LossScaledState) -> LossScaledState:
+    """Register the classes of a state with flax, once; return the state."""
     serialization: Any = sys.modules.get("flax.serialization")
     if serialization is None:
         return state
     for kind in {LossScaledState, MasterState, type(state.scaling)} - _KNOWN:
         serialization.register_serialization_state(
-            kind, _taken_apart, _put_together, override=True
+            kind, _to_dict, _from_dict, override=True
         )
         _KNOWN.add(kind)
     return state
@@ -34,18 +34,18 @@ def _names(state: Any) -> list[str]:
     return [f.name for f in fields(state) if not f.metadata.get("static")]
 
 
-def _taken_apart(state: Any) -> dict[str, Any]:
-    """Give the fields that are arrays; the plan belongs to the program."""
+def _to_dict(state: Any) -> dict[str, Any]:
+    """Return the fields that hold arrays; the plan is not saved."""
     to_state_dict = sys.modules["flax.serialization"].to_state_dict
     return {name: to_state_dict(getattr(state, name)) for name in _names(state)}
 
 
-def _put_together(target: Any, held: dict[str, Any]) -> Any:
+def _from_dict(target: Any, held: dict[str, Any]) -> Any:
     names = _names(target)
     if set(names) != set(held):
         kind = type(target).__name__
         message = (
-            f"What was saved is no {kind}: it holds {', '.join(sorted(held))}, and "
+            f"The saved state is not a {kind}: it holds {', '.join(sorted(held))}, and "
             f"{', '.join(sorted(names))} are needed. Build `loss_scaled` with the "
             "policy and the inner transformation that were saved."
         )

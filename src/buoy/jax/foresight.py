@@ -1,4 +1,4 @@
-"""The loss before it is scaled: what a policy that looks ahead makes of it."""
+"""Pass the loss to the policy before it is scaled (`Policy.foresee`)."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _OPS = ops()
 
 
 def agreed(loss: Any, axes: tuple[Any, ...] | None) -> jax.Array | None:
-    """Take the loss as a number, the same on every device: the largest by size."""
+    """Return the loss as a number; over several devices, the largest magnitude."""
     if loss is None:
         return None
     number = jax.lax.stop_gradient(jnp.asarray(loss)).astype(jnp.float32)
@@ -35,8 +35,8 @@ def foreseen(policy: Policy, scaling: Any, loss: jax.Array | None) -> Any:
 
 
 def single(scale: Any) -> jax.Array:
-    """Give the scale as gradients are multiplied by it: in float32, and finite.
+    """Return the scale in float32, and finite.
 
-    Scalers that keep a Python float may leave float32's range.
+    Presets that keep a Python float may exceed float32's range.
     """
     return jnp.minimum(jnp.asarray(scale), FLOAT32_MAX).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""`value_and_grad` with the loss scaled behind the user's back.
+"""`value_and_grad` with loss scaling.
 
-The loss itself is never multiplied: the scale enters as the cotangent, on the way
-back.  So an FP16 loss cannot overflow by being scaled, and the value handed back is
-the user's own, bit for bit.
+The loss itself is never multiplied: the scale is applied to the cotangent, in the
+backward pass.  So scaling cannot overflow an FP16 loss, and the returned value is
+bit-identical to the unscaled loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ def value_and_grad(
     transform: Callable[..., Any] = jax.value_and_grad,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Differentiate a loss, its gradient multiplied by the scale in `opt_state`.
+    """Differentiate a loss; multiply its gradients by the scale in `opt_state`.
 
-    The function returned takes `opt_state` first, then what `fun` takes, and returns
-    what `jax.value_and_grad` would: the loss as it is, auxiliary data with `has_aux`,
-    and the gradients times `scale_of(opt_state)`.  Gradients of FP16 parameters come
-    as float32.  `transform` may be `nnx.value_and_grad` or
+    The returned function takes `opt_state`, then the arguments of `fun`, and returns
+    the same as `jax.value_and_grad`: the unscaled loss, auxiliary data with `has_aux`,
+    and the gradients times `scale_of(opt_state)`.  Gradients of FP16 parameters are
+    float32.  `transform` may be `nnx.value_and_grad` or
     `equinox.filter_value_and_grad`; further options are passed on to it.
 
     Example:
@@ -56,7 +56,7 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             out = fun(*args, **kwargs)
-            loss, aux = _told_apart(out, has_aux=has_aux)
+            loss, aux = _split_aux(out, has_aux=has_aux)
             scale = _scale_for(loss, state)
             return _carry(loss, scale), (aux, scale)
 
@@ -68,8 +68,8 @@ def value_and_grad(
     return differentiate
 
 
-def _told_apart(out: Any, *, has_aux: bool) -> tuple[Any, Any]:
-    """Tell the loss from the data that comes with it."""
+def _split_aux(out: Any, *, has_aux: bool) -> tuple[Any, Any]:
+    """Return the loss and the auxiliary data."""
     pair = isinstance(out, (tuple, list)) and len(out) == _PAIR
     if has_aux and not pair:
         message = (
@@ -102,7 +102,7 @@ def _carry_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _scale_for(loss: Any, state: LossScaledState) -> jax.Array:
-    """Choose the scale of this very backward pass."""
+    """Return the scale of this backward pass."""
     plan = state.plan
     if "loss" in plan.policy.wants:
         check_axes({"loss": loss}, plan.axes, "value")
@@ -117,8 +117,8 @@ def _scale_for(loss: Any, state: LossScaledState) -> jax.Array:
 def _at_planned_scale(
     grads: Any, loss: Any, scale: jax.Array, state: LossScaledState
 ) -> Any:
-    """Make up for a backward pass that ran at a lower scale than was planned."""
-    grads = leaves.widened(grads)
+    """Multiply gradients of a backward pass at a lower scale up to the planned one."""
+    grads = leaves.widen_fp16(grads)
     if "loss" not in state.plan.policy.wants and not leaves.is_half(loss):
         return grads
     up = foresight.single(state.scaling.scale) / scale

@@ -1,4 +1,4 @@
-"""Trees and their leaves: names by key path, and the ways in which a tree is wrong."""
+"""Leaves of trees: names by key path, dtypes, and checks of tree structures."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = [
     "is_narrow",
     "names_of",
     "real_of",
-    "widened",
+    "widen_fp16",
 ]
 
 _SHOWN = 3  # names in a message before "and so many more"
@@ -24,7 +24,7 @@ _HALVES = (jnp.float16,)
 
 
 def names_of(tree: Any) -> tuple[str, ...]:
-    """Name every leaf by the way to it.
+    """Return the names of all leaves: their key paths.
 
     Example:
         >>> names_of({"layers": [{"w": 1.0}, {"w": 2.0}]})
@@ -39,7 +39,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Tell the dtype of an array, a tracer or a plain number; None of anything else."""
+    """Return the dtype of an array, a tracer or a number; None for anything else."""
     try:
         return jax.dtypes.result_type(leaf)
     except (TypeError, ValueError):
@@ -47,29 +47,29 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def is_half(leaf: Any) -> bool:
-    """Say whether a leaf is FP16, whose gradients cannot be unscaled in place."""
+    """Return whether a leaf is FP16, whose gradients cannot be unscaled in place."""
     return dtype_of(leaf) in _HALVES
 
 
 def real_of(leaf: jax.Array) -> Any:
-    """Tell the dtype of a leaf, or of the parts of a complex one."""
+    """Return the dtype of a leaf; for a complex leaf, that of its parts."""
     return jnp.finfo(leaf.dtype).dtype  # type: ignore[no-untyped-call]
 
 
 def is_narrow(leaf: jax.Array) -> bool:
-    """Say whether a leaf's numbers have fewer than 32 bits."""
+    """Return whether a leaf's numbers have fewer than 32 bits."""
     return bool(real_of(leaf).itemsize < 4)
 
 
-def widened(tree: Any) -> Any:
-    """Turn FP16 leaves into float32; leave the others as they are."""
+def widen_fp16(tree: Any) -> Any:
+    """Cast FP16 leaves to float32; keep the others."""
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf, jnp.float32) if is_half(leaf) else leaf, tree
     )
 
 
 def check_floats(tree: Any, what: str) -> None:
-    """Refuse leaves that have no gradient: integers, booleans, strings."""
+    """Raise for leaves that have no gradient: integers, booleans, strings."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         dtype = dtype_of(leaf)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
@@ -85,7 +85,7 @@ def check_floats(tree: Any, what: str) -> None:
 
 
 def check_same(grads: Any, params: Any) -> None:
-    """Refuse gradients that are not of the parameters' tree, naming where they part."""
+    """Raise if gradients and parameters have different trees; name the difference."""
     shapes: list[Any] = [jax.tree.structure(tree) for tree in (grads, params)]
     if shapes[0] != shapes[1]:
         raise StructureError(difference(names_of(grads), names_of(params)))
@@ -103,7 +103,7 @@ def check_same(grads: Any, params: Any) -> None:
 
 
 def difference(grads: tuple[str, ...], params: tuple[str, ...]) -> str:
-    """Say which leaves one tree has and the other has not."""
+    """Return a message that lists the leaves that only one tree has."""
     missing = [name for name in params if name not in grads]
     strange = [name for name in grads if name not in params]
     found = "The gradients are not of the tree of the parameters. "

@@ -29,12 +29,11 @@ jax.tree_util.register_dataclass(
 def master_weights(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Let the updates fall on float32 copies of FP16 and BF16 parameters.
+    """Update float32 copies of FP16 and BF16 parameters.
 
-    A half-precision weight loses updates smaller than a part in a thousand of itself;
-    its master keeps them.  After `optax.apply_updates` each parameter is its master,
-    rounded.  The inner state is float32 too.  Inside or around `loss_scaled`, as you
-    like.
+    A half-precision weight loses updates smaller than about 1/1000 of itself; its
+    master keeps them.  After `optax.apply_updates` each parameter is its rounded
+    master.  The inner state is float32, too.  Use it inside or around `loss_scaled`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -79,7 +78,7 @@ def master_weights(
 
 
 def keeps_masters(state: Any) -> bool:
-    """Say whether an inner state holds masters."""
+    """Return whether an inner state holds masters."""
     found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState))
     return any(isinstance(leaf, MasterState) for leaf in found)
 
@@ -93,7 +92,7 @@ def _master(param: Any) -> Any:
 
 
 def _filled(masters: Any, params: Any) -> Any:
-    """Put the masters in the place of their parameters."""
+    """Replace parameters by their masters."""
     return jax.tree.map(
         lambda param, master: param if master is None else master,
         params,

@@ -1,42 +1,38 @@
-"""Feed a recorder from outside of `jit`, without waiting for a device.
+"""Record a run from outside of `jit`, without waiting for the device.
 
-The last steps are in the state already.  Every so many steps they are copied, and read
-only when the next copy is due: by then they have long arrived.
+The state holds the last steps.  Every `every` steps they are copied to the host, and
+read when the next copy is due: by then the copy is complete.
 """
 
 import time
-import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from buoy._core.verdicts import EXPLAINED
-from buoy.jax.errors import BuoyWarning, OptionError
+from buoy._core.feed import BINS, Records, feed
+from buoy._core.watch import PATIENCE, OnStuck, Watch
+from buoy.jax.errors import OptionError
 from buoy.jax.find import find, scale_of
 from buoy.jax.leaves import names_of
 from buoy.jax.state import LossScaledState
-from buoy.jax.step import Happened, happened
+from buoy.jax.step import read_rows
 from buoy.trace.counts import Counts
 
 __all__ = ["Feed"]
 
 _EVERY = 16  # steps
-_PATIENCE = 16  # skipped in a row before it is said aloud
-
-
-class Records(Protocol):
-    """What `buoy.trace.Recorder` is to us."""
-
-    def step(self, *, scale: float, applied: bool, **facts: Any) -> None:
-        """Take one step's row."""
 
 
 class Feed:
-    """Tell a `buoy.trace.Recorder` of every step, every `every` steps.
+    """Write all steps to a `buoy.trace.Recorder`, in batches of `every` steps.
 
-    Call it with the optimizer's state after each step, outside of `jit`.  On several
+    Call it with the optimizer's state after each step, outside of `jit`; with several
     hosts, on one of them.
+
+    Training is stuck if `patience` steps in a row are skipped, or more than half of
+    the last 4 x `patience`, or if `patience` steps in a row have zero gradients.  Then
+    `on_stuck` applies: "warn", "raise" a `StuckError`, or a function to call.
 
     Example:
         >>> import jax.numpy as jnp, optax, tempfile
@@ -55,25 +51,32 @@ class Feed:
         >>> folder.cleanup()
     """
 
-    def __init__(self, recorder: Records, *, every: int = _EVERY) -> None:
+    def __init__(
+        self,
+        recorder: Records,
+        *,
+        every: int = _EVERY,
+        on_stuck: OnStuck = "warn",
+        patience: int = PATIENCE,
+    ) -> None:
         if type(every) is not int or every < 1:
             message = f"`every` must be a whole number of steps, got {every!r}."
             raise OptionError(message)
         self.every = every
-        self.lost = 0  # steps that nobody asked about before they were overwritten
+        self.lost = 0  # steps that were overwritten before they were read
         self._recorder = recorder
         self._calls = 0
-        self._written = -1  # the last step that the recorder has; -1 before any
+        self._written = -1  # the last recorded step; -1 before any
         self._latest: LossScaledState | None = None
         self._copied: LossScaledState | None = None
         self._since = time.time()
-        self._streak = 0  # steps skipped in a row
+        self._watch = Watch(on_stuck, patience, logger="buoy.jax")
         attach: Any = getattr(recorder, "attach", None)
         if attach is not None:
             attach(self.flush)
 
     def __call__(self, opt_state: Any) -> None:
-        """Note the state after a step."""
+        """Take the state after a step."""
         state = find(opt_state)
         if self._calls == 0:
             self._begin(state)
@@ -86,7 +89,7 @@ class Feed:
     def gradients(self, opt_state: Any, grads: Any) -> None:
         """Record the exponents of these scaled gradients, e.g. every hundred steps.
 
-        `opt_state` is the one that they were computed with: its scale is theirs.
+        `opt_state` must be the state that they were computed with.
         """
         step = int(find(opt_state).steps)
         counted = jax.device_get(_exponents(jax.tree.leaves(grads)))
@@ -99,7 +102,7 @@ class Feed:
         recorder.histograms(step, float(scale_of(opt_state)), tensors)
 
     def flush(self) -> None:
-        """Write what is still held; this waits for the last step."""
+        """Write all pending steps; this waits for the last one."""
         latest, self._latest = self._latest, None
         if latest is not None and not _is_deleted(latest.rows):
             self._write(latest)
@@ -129,7 +132,7 @@ class Feed:
     def _write(self, state: LossScaledState | None) -> None:
         if state is None:
             return
-        rows = [row for row in happened(state) if row.step > self._written]
+        rows = [row for row in read_rows(state) if row.step > self._written]
         if not rows:
             return
         if self._written >= 0:
@@ -137,39 +140,14 @@ class Feed:
         now = time.time()
         for i, row in enumerate(rows, 1):
             share = i / len(rows)
-            self._put(row, self._since + share * (now - self._since))
+            feed(self._recorder, row, self._since + share * (now - self._since))
         self._since, self._written = now, rows[-1].step
-        self._alarm(rows)
-
-    def _put(self, row: Happened, at: float) -> None:
-        self._recorder.step(
-            scale=row.scale,
-            applied=row.applied,
-            step=row.step,
-            verdict=row.verdict,
-            norm=row.norm,
-            amax=row.amax,
-            loss=row.loss,
-            offenders=row.offenders,
-            time=at,
-        )
-
-    def _alarm(self, rows: list[Happened]) -> None:
         for row in rows:
-            self._streak = 0 if row.applied else self._streak + 1
-            if self._streak == _PATIENCE:
-                warnings.warn(
-                    f"Training is stuck: {_PATIENCE} steps in a row were skipped, the "
-                    f"last is {row.step} at scale {row.scale:g}, with "
-                    f"`{(row.offenders or ('?',))[0]}` not finite: "
-                    f"{EXPLAINED[row.verdict]}.",
-                    BuoyWarning,
-                    stacklevel=4,
-                )
+            self._watch.note(row)
 
 
 def _is_deleted(array: Any) -> bool:
-    """Say whether a step has taken this array's memory; NumPy's stays."""
+    """Return whether this array was donated to a later step."""
     return isinstance(array, jax.Array) and array.is_deleted()
 
 
@@ -179,7 +157,7 @@ def _duplicate(arrays: Any) -> Any:
 
 
 def _copy(state: LossScaledState) -> LossScaledState:
-    """Copy the rings, which the next step may overwrite, and send them to the host."""
+    """Copy the ring buffers, which the next step may overwrite, to the host."""
     steps, rows, bad = _duplicate((state.steps, state.rows, state.bad))
     for array in (steps, rows, bad):
         array.copy_to_host_async()
@@ -194,5 +172,5 @@ def _exponents(leaves: list[jax.Array]) -> list[jax.Array]:
         word = jax.lax.bitcast_convert_type(
             jnp.abs(leaf).astype(jnp.float32), jnp.int32
         )
-        found.append(jnp.bincount(jnp.ravel(word >> 23), length=256))
+        found.append(jnp.bincount(jnp.ravel(word >> 23), length=BINS))
     return found

@@ -1,8 +1,8 @@
-"""Apply the inner update, or leave everything as it was.
+"""Apply the inner update, or skip it.
 
-Either by a branch or by selecting between old and new; see `may_branch`.  On a CPU the
-branch is worth a fifth of the step: where both are kept to select from, XLA computes
-the optimizer's moments twice.
+By a branch, or by selecting between old and new values; see `may_branch`.  On a CPU the
+branch saves a fifth of the step: to select between both, XLA computes the optimizer's
+moments twice.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ def apply_or_skip(
     *,
     branch: bool,
 ) -> tuple[Any, Any]:
-    """Return updates and state: the inner ones, or none and the old one."""
+    """Return updates and state: the inner ones, or zeros and the old state."""
     if branch:
         return _branched(update, applied, given)
     updates, after = update(*given)
     before = given[1]
-    # Adding -0.0 is the only addition that leaves every number as it is.
+    # -0.0, not 0.0: adding it changes no number, not even -0.0.
     updates = jax.tree.map(
         lambda u: jnp.where(applied, u, jnp.full((), -0.0, u.dtype)), updates
     )
@@ -49,7 +49,7 @@ def _branched(update: Update, applied: jax.Array, given: Any) -> tuple[Any, Any]
 
 
 def _strong(leaf: Any) -> Any:
-    """Settle a leaf's type: both sides of a branch must be of one."""
+    """Make a leaf strongly typed: both branches must have the same types."""
     return jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
 
 
@@ -60,7 +60,7 @@ def _as_is(before: Any, after: Any) -> Any:
 def _select(applied: jax.Array, after: jax.Array, before: jax.Array) -> jax.Array:
     placed = getattr(jax.typeof(after), "sharding", None)
     if placed != getattr(jax.typeof(before), "sharding", None):
-        # On a mesh with explicit axes a fresh state may lie otherwise than what the
-        # first update makes of it.
+        # On a mesh with explicit axes, the first update may change the sharding of the
+        # initial state.
         before = jax.sharding.reshard(before, placed)  # type: ignore[no-untyped-call]
     return jnp.where(applied, after, before)

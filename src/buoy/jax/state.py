@@ -1,4 +1,4 @@
-"""What `loss_scaled` keeps from step to step, as one pytree."""
+"""The state of `loss_scaled`, as one pytree."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,21 +9,28 @@ import jax.numpy as jnp
 from buoy._core.policies.policy import Policy
 from buoy.jax.errors import UnhashablePolicyError
 
-__all__ = ["COLUMNS", "UNKNOWN", "LossScaledState", "Plan", "blank", "planned"]
+__all__ = [
+    "COLUMNS",
+    "UNKNOWN",
+    "LossScaledState",
+    "Plan",
+    "initial_state",
+    "make_plan",
+]
 
-# What a row of `LossScaledState.rows` holds, in float32.
+# The columns of `LossScaledState.rows`, in float32.
 COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
-UNKNOWN = -1.0  # not NaN, which `jax_debug_nans` would take for trouble
+UNKNOWN = -1.0  # not NaN, at which `jax_debug_nans` would stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What does not change: part of the tree's shape, and of what is compiled for."""
+    """The static part of the state: JAX compiles once per plan."""
 
     policy: Policy
     axes: tuple[Any, ...] | None
     names: tuple[str, ...]
-    digest: int  # taken once: JAX asks for it at every call
+    digest: int  # the hash, computed once: JAX needs it at every call
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -37,14 +44,14 @@ class Plan:
         return self.digest
 
 
-def planned(
+def make_plan(
     policy: Policy, axes: tuple[Any, ...] | None, names: tuple[str, ...]
 ) -> Plan:
-    """Make a plan; a policy without a hash is refused, with the field that has none."""
+    """Return a plan; raise for a policy that is not hashable, naming the field."""
     try:
         return Plan(policy, axes, names, hash((policy, axes, names)))
     except TypeError as error:
-        culprit = _culprit(policy)
+        culprit = _unhashable_field(policy)
         message = (
             f"{type(policy).__name__} cannot be part of a compiled function: "
             f"{culprit} has no hash ({error}). Give it a hashable value, e.g. a tuple "
@@ -53,7 +60,7 @@ def planned(
         raise UnhashablePolicyError(message) from error
 
 
-def _culprit(policy: Any) -> str:
+def _unhashable_field(policy: Any) -> str:
     for item in fields(policy):
         value = getattr(policy, item.name)
         try:
@@ -65,9 +72,9 @@ def _culprit(policy: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LossScaledState:
-    """The scale, the inner optimizer's state, and what the last steps showed.
+    """The scale, the inner optimizer's state, and a log of the last steps.
 
-    `rows` and `bad` are rings: step number i stands in row i modulo their length.
+    `rows` and `bad` are ring buffers: step i is in row i modulo their length.
     """
 
     scaling: Any  # the policy's state
@@ -78,8 +85,10 @@ class LossScaledState:
     plan: Plan = field(metadata={"static": True})
 
 
-def blank(scaling: Any, inner: Any, history: int, plan: Plan) -> LossScaledState:
-    """Make the state before the first step."""
+def initial_state(
+    scaling: Any, inner: Any, history: int, plan: Plan
+) -> LossScaledState:
+    """Return the state before the first step."""
     return LossScaledState(
         scaling=scaling,
         inner=inner,

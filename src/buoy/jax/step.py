@@ -1,39 +1,26 @@
-"""What became of the last step: kept on the device until somebody looks."""
+"""The outcome of the last step, kept on the device until a field is read."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from buoy._core.state import Step, Verdict
-from buoy._core.verdicts import HISTORY, judge_losses
+from buoy._core.state import Step
+from buoy._core.step import Row
+from buoy._core.verdicts import HISTORY, Verdict, judge_losses
 from buoy.jax.errors import NoStepError, StructureError
 from buoy.jax.find import find
 from buoy.jax.leaves import dtype_of
 from buoy.jax.state import COLUMNS, UNKNOWN, LossScaledState
 
-__all__ = ["Happened", "LastStep", "applied_of", "happened", "last_step"]
-
-
-class Happened(NamedTuple):
-    """One step's row, on plain numbers; None is "not measured"."""
-
-    step: int
-    scale: float
-    next_scale: float
-    applied: bool
-    verdict: Verdict
-    norm: float | None
-    amax: float | None  # of unscaled gradients
-    loss: float | None
-    offenders: tuple[str, ...]
+__all__ = ["LastStep", "applied_of", "last_step", "read_rows"]
 
 
 def applied_of(opt_state: Any) -> jax.Array:
-    """Tell, under `jit` too, whether the last update was applied.  bool [].
+    """Return whether the last update was applied; works under `jit`.  bool [].
 
-    For what must not move on skipped steps: averages of weights, counters, schedules
+    For what must not advance on skipped steps: averages of weights, counters, schedules
     outside of the inner transformation.
 
     Example:
@@ -51,10 +38,10 @@ def applied_of(opt_state: Any) -> jax.Array:
 
 
 def last_step(opt_state: Any, params: Any = None) -> "LastStep":
-    """Tell what became of the last step.  Only reading a field waits for the device.
+    """Return the outcome of the last step.  Only reading a field waits for the device.
 
-    With `params` the verdict also knows weights that are non-finite themselves.  If
-    your step donates its state, read before the next step.
+    With `params` the verdict also detects non-finite weights.  If your step donates its
+    state, read the fields before the next step.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -71,14 +58,14 @@ def last_step(opt_state: Any, params: Any = None) -> "LastStep":
 
 
 class LastStep:
-    """What became of one step; see `last_step`."""
+    """The outcome of one step; see `last_step`."""
 
     __slots__ = ("_params", "_read", "_state", "_verdict")
 
     def __init__(self, state: LossScaledState, params: Any) -> None:
         self._state = state
         self._params = params
-        self._read: list[Happened] | None = None
+        self._read: list[Row] | None = None
         self._verdict: Verdict | None = None
 
     @property
@@ -88,12 +75,12 @@ class LastStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights were left alone."""
+        """Whether the weights were not updated."""
         return not self.applied
 
     @property
     def scale(self) -> float:
-        """The scale that this step's backward pass ran at."""
+        """The scale of this step's backward pass."""
         return self._last.scale
 
     @property
@@ -103,12 +90,12 @@ class LastStep:
 
     @property
     def norm(self) -> float | None:
-        """The unscaled norm, before clipping; inf where it is not finite."""
+        """The unscaled norm, before clipping; inf if it is not finite."""
         return self._last.norm
 
     @property
     def amax(self) -> float | None:
-        """The largest unscaled gradient, where it was measured."""
+        """The largest unscaled gradient, if it was measured."""
         return self._last.amax
 
     @property
@@ -129,7 +116,7 @@ class LastStep:
 
     @property
     def verdict(self) -> Verdict:
-        """Why the step was skipped, or that it was applied."""
+        """The reason for a skip, or `applied`."""
         if self._verdict is None:
             held = (self._state.inner, self._params)
             self._verdict = self._last.verdict
@@ -138,7 +125,7 @@ class LastStep:
         return self._verdict
 
     def read(self) -> Step:
-        """Read everything."""
+        """Read all fields."""
         return Step(
             applied=self.applied,
             scale=self.scale,
@@ -152,45 +139,45 @@ class LastStep:
         return repr(self.read())
 
     @property
-    def _last(self) -> Happened:
+    def _last(self) -> Row:
         if self._read is None:
-            self._read = happened(self._state)
+            self._read = read_rows(self._state)
         if not self._read:
             message = (
-                "No step has been taken with this state yet: nothing to tell. Call "
+                "No step has been taken with this state yet. Call "
                 "`tx.update` first, and pass the state that it returned."
             )
             raise NoStepError(message)
         return self._read[-1]
 
 
-def happened(state: LossScaledState) -> list[Happened]:
-    """Read the steps that a state remembers, oldest first, in one transfer."""
+def read_rows(state: LossScaledState) -> list[Row]:
+    """Read the steps that a state holds, oldest first, in one transfer."""
     if jnp.ndim(state.steps):
         message = (
             f"This state is of {state.steps.size} models or devices side by side, as "
-            "`vmap` and `pmap` make it: a step is told of one. Pass "
+            "`vmap` and `pmap` make it; `last_step` reads one. Pass "
             "`jax.tree.map(lambda x: x[0], opt_state)`."
         )
         raise StructureError(message)
     steps, rows, bad = jax.device_get((state.steps, state.rows, state.bad))
-    return _told(int(steps), np.asarray(rows), np.asarray(bad), state.plan.names)
+    return _rows(int(steps), np.asarray(rows), np.asarray(bad), state.plan.names)
 
 
-def _told(
+def _rows(
     steps: int, rows: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], names: Any
-) -> list[Happened]:
+) -> list[Row]:
     length = len(rows)
     first = max(0, steps - length)
-    told: list[Happened] = []
+    read: list[Row] = []
     losses: list[float] = []
     for i in range(first, steps):
         row = dict(zip(COLUMNS, map(float, rows[i % length]), strict=True))
         applied, loss = row["applied"] == 1.0, row["loss"] if row["has_loss"] else None
         now, before = [] if loss is None else [loss], losses[-HISTORY:]
         losses += now
-        told.append(
-            Happened(
+        read.append(
+            Row(
                 step=i,
                 scale=row["scale"],
                 next_scale=row["next_scale"],
@@ -204,7 +191,7 @@ def _told(
                 ),
             )
         )
-    return told
+    return read
 
 
 def _poisoned(held: Any) -> bool:

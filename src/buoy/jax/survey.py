@@ -1,8 +1,8 @@
-"""The one look at the gradients: are they finite, how large, and which are not.
+"""Check the gradients and measure their norm in one pass.
 
-The sum of squares is the check: on a CPU it is the cheapest read there is, and the
-norm comes with it.  Where it is not finite a second look tells an overflowing sum from
-an overflowing gradient.
+The sum of squares is the check: on a CPU it is the cheapest pass, and yields the norm.
+If it is not finite, a second pass distinguishes an overflowing sum from an overflowing
+gradient.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from buoy._core.formats import FLOAT32_MAX
+from buoy._core.step import bounded_norm
 from buoy.jax.agree import largest, total
 from buoy.jax.leaves import is_narrow, real_of
 
@@ -19,11 +20,11 @@ __all__ = ["Survey", "agreed", "survey", "underflow"]
 
 
 class Survey(NamedTuple):
-    """What the gradients showed.  Numbers are of the scaled gradients."""
+    """The findings about the scaled gradients."""
 
     bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
     norm: jax.Array  # float32 []
-    amax: jax.Array | None  # float32 []: the largest magnitude, where it is wanted
+    amax: jax.Array | None  # float32 []: the largest magnitude, if it was requested
     small: jax.Array | None  # float32 []: see `Seen.underflow`; NaN if not measured
 
 
@@ -34,9 +35,9 @@ def survey(
     amax: bool,
     branch: bool,
 ) -> Survey:
-    """Look at every gradient once; `inverse` is 1 / scale.
+    """Read every gradient once; `inverse` is 1 / scale.
 
-    With `branch` the second look is taken only where it is needed.
+    With `branch` the second pass runs only if it is needed.
     """
     if not leaves:
         zero = jnp.zeros((), jnp.float32)
@@ -47,11 +48,13 @@ def survey(
     top = None if sizes is None else _top(sizes)
     fine = jnp.isfinite(norm * inverse)
     if branch:
-        bad, norm = jax.lax.cond(fine, _first_look, _second_look, leaves, norm, inverse)
+        bad, norm = jax.lax.cond(
+            fine, _from_norm, _from_elements, leaves, norm, inverse
+        )
     else:
         bad = _overflows(sizes or [], inverse)
-        count = float(sum(jnp.size(leaf) for leaf in leaves)) ** 0.5
-        norm = jnp.where(jnp.isfinite(norm), norm, (_top(sizes or []) * count))
+        bound = bounded_norm(_top(sizes or []), sum(map(jnp.size, leaves)))
+        norm = jnp.where(jnp.isfinite(norm), norm, bound)
     return Survey(bad, norm, top if amax else None, None)
 
 
@@ -79,17 +82,17 @@ def _overflows(sizes: list[jax.Array], inverse: jax.Array) -> jax.Array:
     return jnp.logical_not(after <= FLOAT32_MAX)
 
 
-def _first_look(
+def _from_norm(
     leaves: Sequence[Any], norm: jax.Array, inverse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     del inverse
     return jnp.zeros((len(leaves),), jnp.bool_), norm
 
 
-def _second_look(
+def _from_elements(
     leaves: Sequence[Any], norm: jax.Array, inverse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Find out who is not finite, and the norm of numbers too large to square."""
+    """Return which leaves are not finite, and the norm without squaring overflow."""
     sizes = [_largest(leaf) for leaf in leaves]
     bad = _overflows(sizes, inverse)
     top = _top(sizes)
@@ -104,16 +107,16 @@ def _second_look(
 def underflow(
     leaves: Sequence[Any],
     below: jax.Array,
-    turn: jax.Array,
+    due: jax.Array,
     *,
     branch: bool,
 ) -> jax.Array:
-    """Tell which share of the nonzero gradients is below, where it is their turn."""
+    """Return the share of the nonzero gradients below a limit; NaN if not due."""
     nothing = jnp.full((), jnp.nan, jnp.float32)
     if branch:
-        share: jax.Array = jax.lax.cond(turn, _share, lambda *_: nothing, leaves, below)
+        share: jax.Array = jax.lax.cond(due, _share, lambda *_: nothing, leaves, below)
         return share
-    return jnp.where(turn, _share(leaves, below), nothing)
+    return jnp.where(due, _share(leaves, below), nothing)
 
 
 def _share(leaves: Sequence[Any], below: jax.Array) -> jax.Array:
@@ -128,13 +131,13 @@ def _share(leaves: Sequence[Any], below: jax.Array) -> jax.Array:
 
 
 def agreed(seen: Survey, axes: tuple[Any, ...] | None) -> Survey:
-    """Make what was seen the same on every device."""
+    """Combine the findings of all devices."""
     if not axes:
         return seen
     optional = [x for x in (seen.amax, seen.small) if x is not None]
     bad, norm, *rest = largest([seen.bad, seen.norm, *optional], axes)
     amax = rest.pop(0) if seen.amax is not None else None
     small = rest.pop(0) if seen.small is not None else None
-    if small is not None:  # not measured is NaN, and travels as inf
+    if small is not None:  # NaN: not measured; `largest` sends it as inf
         small = jnp.where(jnp.isfinite(small), small, jnp.nan)
     return Survey(bad > 0, norm, amax, small)

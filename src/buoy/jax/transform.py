@@ -1,6 +1,5 @@
 """Loss scaling as an optax transformation around another one."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -10,14 +9,15 @@ from buoy._backends.lifting import lift
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
 from buoy._core.verdicts import HISTORY
+from buoy._core.warn import warn
 from buoy.jax import leaves
 from buoy.jax.agree import axes_of
 from buoy.jax.apply import Options, advance
-from buoy.jax.errors import BuoyWarning, OptionError
-from buoy.jax.find import holds_ours
-from buoy.jax.flax import introduce
+from buoy.jax.errors import OptionError
+from buoy.jax.find import holds_state
+from buoy.jax.flax import register_with_flax
 from buoy.jax.masters import keeps_masters
-from buoy.jax.state import LossScaledState, blank, planned
+from buoy.jax.state import LossScaledState, initial_state, make_plan
 
 __all__ = ["loss_scaled"]
 
@@ -31,19 +31,17 @@ def loss_scaled(
     measure_amax: bool = False,
     history: int = 2 * HISTORY,
 ) -> optax.GradientTransformationExtraArgs:
-    """Unscale, check and clip gradients, and apply them where they are finite.
+    """Unscale, check and clip gradients, and apply them if they are finite.
 
     The gradients are those of `buoy.jax.value_and_grad`, multiplied by
-    `scale_of(opt_state)`.  Where one of them is not finite the update is zero and the
-    inner state stays as it was; the scale moves as the policy says.  `max_norm` clips
-    by the global norm in the same pass.  `axis_name` is needed inside `shard_map` and
-    `pmap` alone: the devices along it decide together.  `measure_amax` finds the
-    largest gradient of every step, for traces to be replayed, also where the policy
-    does not ask for it; `history` is how many steps are kept for `last_step` and
-    recorders.
+    `scale_of(opt_state)`.  If one of them is not finite, the update is zero and the
+    inner state does not change; the policy moves the scale.  `max_norm` clips by the
+    global norm in the same pass.  `axis_name` is needed only inside `shard_map` and
+    `pmap`: the devices along it decide together.  `measure_amax` measures the largest
+    gradient of every step, for replay, even if the policy does not need it; `history`
+    is the number of steps kept for `last_step` and recorders.
 
-    Pass `value=loss` to `update`: policies that look ahead learn from it, and
-    verdicts get better.
+    Pass `value=loss` to `update`: some policies use it, and verdicts are more precise.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -72,7 +70,7 @@ def loss_scaled(
         if value is not None:
             extra["value"] = value
         updates, after = advance(options, updates, state, params, extra)
-        return updates, introduce(after)
+        return updates, register_with_flax(after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -94,12 +92,12 @@ def _checked(
         )
     made = policy_of(policy)
     axes = axes_of(axis_name)
-    planned(made, axes, ())  # a policy without a hash is refused here, not under jit
+    make_plan(made, axes, ())  # raises here, not under jit, for an unhashable policy
     return Options(optax.with_extra_args_support(inner), made, max_norm, axes, history)
 
 
 def _is_norm(max_norm: Any) -> bool:
-    """Accept a positive number, or a number of JAX that may not be known yet."""
+    """Return whether `max_norm` is None, a positive number or a tracer."""
     if max_norm is None or isinstance(max_norm, jax.core.Tracer):
         return True
     return isinstance(max_norm, (int, float, jax.Array)) and bool(max_norm > 0)
@@ -110,16 +108,16 @@ def _init(options: Options, params: Any) -> LossScaledState:
     masters = keeps_masters(jax.eval_shape(options.inner.init, params))
     if not masters:
         _warn_of_halves(params)
-    inner = options.inner.init(params if masters else leaves.widened(params))
-    if holds_ours(inner):
+    inner = options.inner.init(params if masters else leaves.widen_fp16(params))
+    if holds_state(inner):
         message = (
-            "`loss_scaled` stands inside of another one: gradients would be unscaled "
+            "`loss_scaled` is inside another one: gradients would be unscaled "
             "twice. Wrap the whole transformation once, on the outside."
         )
         raise OptionError(message)
     scaling = lift(options.policy, options.policy.init(), "jax")
-    plan = planned(options.policy, options.axes, leaves.names_of(params))
-    return introduce(blank(scaling, inner, options.history, plan))
+    plan = make_plan(options.policy, options.axes, leaves.names_of(params))
+    return register_with_flax(initial_state(scaling, inner, options.history, plan))
 
 
 def _warn_of_halves(params: Any) -> None:
@@ -130,11 +128,9 @@ def _warn_of_halves(params: Any) -> None:
         if leaves.is_half(leaf)
     ]
     if halves:
-        warnings.warn(
+        warn(
             f"{len(halves)} parameters are float16, the first is `{halves[0]}`: "
             "updates smaller than 1/1024 of a weight are rounded away. Keep float32 "
             "masters with `loss_scaled(buoy.jax.master_weights(inner))`, or keep the "
             "parameters in float32 and cast them in the loss function.",
-            BuoyWarning,
-            stacklevel=4,
         )

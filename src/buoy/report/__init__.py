@@ -25,7 +25,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its room when it is first asked for."""
+    """Import a public name from its module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'buoy.report' has no attribute {name!r}")
     value = getattr(import_module(f"buoy.report.{_HOMES[name]}"), name)

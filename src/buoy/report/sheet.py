@@ -37,7 +37,7 @@ def save(text: str, out: str | os.PathLike[str]) -> Path:
 
 
 def slot(name: str) -> str:
-    """Leave room for a chart.
+    """Leave a place for a chart.
 
     Example:
         >>> slot("scale")
@@ -56,7 +56,7 @@ def _colours() -> str:
 
 
 def sheet(title: str, intro: str, body: str, charts: dict[str, Any]) -> str:
-    """Put a page together; charts go where `slot` has left room for them."""
+    """Put a page together; charts go where `slot` has left a place for them."""
     from bokeh.embed import components  # noqa: PLC0415
     from bokeh.resources import Resources  # noqa: PLC0415
 
@@ -66,9 +66,9 @@ def sheet(title: str, intro: str, body: str, charts: dict[str, Any]) -> str:
         body = body.replace(slot(name), places[name.replace(" ", "_")])
     resources = Resources(mode="inline", components=["bokeh"])
     runtime = resources.render_js() if drawn else ""
-    room = files("buoy.report")
-    css = _colours() + room.joinpath("page.css").read_text("utf-8")
-    js = room.joinpath("page.js").read_text("utf-8")
+    folder = files("buoy.report")
+    css = _colours() + folder.joinpath("page.css").read_text("utf-8")
+    js = folder.joinpath("page.js").read_text("utf-8")
     made_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     words = f"<p>{escape(intro)}</p>" if intro else ""
     return f"""<!doctype html>

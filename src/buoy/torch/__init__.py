@@ -1,10 +1,11 @@
-"""PyTorch: a `GradScaler` that one changes an import line for.
+"""PyTorch: a drop-in replacement for `torch.amp.GradScaler`.
 
 from buoy.torch import GradScaler            # was: from torch.amp import GradScaler
 """
 
 from buoy._core.errors import MissingBackendError
 from buoy._core.spikes import SpikeGuard
+from buoy._core.watch import Stuck
 
 try:
     import torch as _torch  # noqa: F401
@@ -17,88 +18,44 @@ except ImportError as error:
 
 from buoy.torch.errors import (
     AbsentRankError,
-    AccumulateError,
-    ApexError,
-    BeforeScaleError,
     BuoyWarning,
-    ClosureError,
+    CallOrderError,
     DeviceModeError,
-    DtypeDriftError,
-    EmptyStateError,
-    FactorError,
-    Fp16GradientsError,
-    GradientsChangedError,
-    GroupError,
-    GuardError,
-    LocalScalesError,
-    LossTypeError,
-    MasterWeightsError,
-    MidIterationError,
-    MixedScalesError,
-    NewScaleError,
-    NoGradientsError,
+    Fp16ParametersError,
     NonfiniteNormError,
-    NothingRecordedError,
-    OptimizerInBackwardError,
     OptionError,
     RankMismatchError,
-    RunError,
-    StepTwiceError,
+    StateError,
     StuckError,
-    UnknownModuleError,
-    UnknownOptimizerError,
-    UnscaleAfterStepError,
-    UnscaleTwiceError,
+    StuckWarning,
 )
-from buoy.torch.keep import KeptFp32, keep_fp32
-from buoy.torch.local import LocalScales, local_scales
-from buoy.torch.masters import MasterWeights
+from buoy.torch.features.keep_fp32 import KeptFp32, keep_fp32
+from buoy.torch.features.local_scales import LocalScales, local_scales
+from buoy.torch.features.masters import MasterWeights
+from buoy.torch.hooks import Extension
+from buoy.torch.outcome import LastStep
 from buoy.torch.scaler import GradScaler
-from buoy.torch.step import LastStep
-from buoy.torch.watch import Stuck, StuckWarning
 
 __all__ = [
     "AbsentRankError",
-    "AccumulateError",
-    "ApexError",
-    "BeforeScaleError",
     "BuoyWarning",
-    "ClosureError",
+    "CallOrderError",
     "DeviceModeError",
-    "DtypeDriftError",
-    "EmptyStateError",
-    "FactorError",
-    "Fp16GradientsError",
+    "Extension",
+    "Fp16ParametersError",
     "GradScaler",
-    "GradientsChangedError",
-    "GroupError",
-    "GuardError",
     "KeptFp32",
     "LastStep",
     "LocalScales",
-    "LocalScalesError",
-    "LossTypeError",
     "MasterWeights",
-    "MasterWeightsError",
-    "MidIterationError",
-    "MixedScalesError",
-    "NewScaleError",
-    "NoGradientsError",
     "NonfiniteNormError",
-    "NothingRecordedError",
-    "OptimizerInBackwardError",
     "OptionError",
     "RankMismatchError",
-    "RunError",
     "SpikeGuard",
-    "StepTwiceError",
+    "StateError",
     "Stuck",
     "StuckError",
     "StuckWarning",
-    "UnknownModuleError",
-    "UnknownOptimizerError",
-    "UnscaleAfterStepError",
-    "UnscaleTwiceError",
     "keep_fp32",
     "local_scales",
 ]

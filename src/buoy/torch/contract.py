@@ -1,142 +1,183 @@
-"""The part of a scaler that torch keeps private and other libraries call all the same.
+"""The methods of `torch.amp.GradScaler`, public and private, implemented by Buoy.
 
-Names, arguments and answers are those of `torch.amp.GradScaler`.  Three of them are the
-seams on which the rest of Buoy builds: `_unscale_grads_` and `_check_inf_per_device`
-survey the gradients, `_agree` makes what they found the same on every rank, and
-`_maybe_opt_step` applies the update or does not.
+Arguments and results are those of torch, for the libraries that call or override these
+methods.  Torch's five numbers are attributes of `Scale`; torch's names for them are
+properties here.
 """
 
-import math
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch import agree, apply, survey, words
-from buoy.torch.errors import NewScaleError
-from buoy.torch.gather import Gathered
-from buoy.torch.governed import Governed
-from buoy.torch.halves import Halves
-from buoy.torch.misuse import Guide
+from buoy._backends.torch.gradients import check_and_multiply_, gather
+from buoy._backends.torch.losses import map_nested
+from buoy._core.verdicts import Verdict
+from buoy._core.warn import warn
+from buoy.torch import checkpoint, errors, optimizers
+from buoy.torch.distributed import Agreement
+from buoy.torch.hooks import Hooks, compiled, feature, is_foreign
+from buoy.torch.iteration import Freshness, Iteration, Work, combined, evidence_of
 from buoy.torch.names import Names
-from buoy.torch.ranks import Ranks
-from buoy.torch.rule import FLOAT32_MAX, SMALLEST, Classic
-from buoy.torch.shares import Shares
-from buoy.torch.watch import Watch
+from buoy.torch.options import Options, check_factor, check_new_scale
+from buoy.torch.outcome import LastStep
+from buoy.torch.policy_state import Evidence
+from buoy.torch.scale import Scale
+from buoy.torch.step_log import Ended, StepLog
+from buoy.torch.survey import Surveyor
 
-if TYPE_CHECKING:
-    from buoy.torch.listen import Listener
-
-__all__ = ["Contract", "TorchGradScaler"]
-
-_UNDERFLOW_EVERY = 16  # counting small gradients costs a pass of its own
+__all__ = ["TorchContract", "TorchGradScaler"]
 
 
-class Contract(TorchGradScaler):
-    """Torch's private methods, done Buoy's way."""
+def _view(name: str) -> Any:
+    """Make a property, under torch's name, for an attribute of `Scale`."""
+    return property(
+        lambda self: getattr(self._rule, name),
+        lambda self, value: setattr(self._rule, name, value),
+    )
 
-    _rule: Classic | Governed
-    _strict: bool
-    _never_sync: bool
-    _halves: Halves
-    _guide: Guide
-    _watch: Watch
+
+class TorchContract(TorchGradScaler):
+    """The interface of `torch.amp.GradScaler`, with Buoy's implementation."""
+
+    _options: Options
+    _rule: Scale  # the scale, and the rule that moves it
     _names: Names
-    _losses: deque[float | torch.Tensor]
-    _scalings: int  # calls of `scale` since the last update
-    _turn: int  # updates so far
-    _inverted: tuple[int, float, torch.Tensor] | None  # whose, of what, and 1 / that
-    _listeners: "list[Listener]"
-    _ranks: Ranks
-    _shares: Shares
-    _heals: bool  # ranks that differ go on from the smallest scale
-    _healing: tuple[float, int] | None  # that scale, and the turn, until the update
-    _gap: torch.Tensor | None  # by how much ranks differ, where nobody asks the device
-    _assumed: bool  # the scale was made without a loss: other ranks have that
-    _piped: bool  # the loss is met inside a schedule, where ranks cannot be asked
-    _uneven: bool = False  # some ranks may have no data left: inside `Join`
+    _agreement: Agreement  # the ranks that share one scale
+    _iteration: Iteration
+    _survey: Surveyor
+    _log: StepLog
+    _hooks: Hooks
+    _per_optimizer_states: dict[int, Work]  # type: ignore[assignment]
+
+    _scale = _view("tensor")
+    _growth_tracker = _view("tracker")
+    _growth_factor = _view("growth_factor")
+    _backoff_factor = _view("backoff_factor")
+    _growth_interval = _view("growth_interval")
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or every tensor of an iterable, by the scale."""
+        if not self._enabled:
+            return outputs
+        if not isinstance(outputs, torch.Tensor):
+            return map_nested(self.scale, outputs)
+        if torch.compiler.is_compiling():
+            return compiled().scale(self, outputs)
+        self._note_loss(outputs)
+        scale = self._rule.now().tensor
+        if scale.device != outputs.device:
+            scale = scale.to(device=outputs.device, non_blocking=True)
+        scaled = outputs * scale
+        for hook in self._hooks.loss_scaled:
+            hook(outputs, scaled)
+        return scaled
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss, and show the first one of an iteration to the policy."""
+        rule, iteration = self._rule, self._iteration
+        iteration.scalings, iteration.assumed = iteration.scalings + 1, False
+        if rule.tensor is None:
+            self._lazy_init_scale_growth_tracker(loss.device)
+        for work in self._per_optimizer_states.values():
+            if work.freshness is not None:
+                work.freshness.expect_backward()
+        if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
+            iteration.losses.append(noted)
+            if rule.wants and iteration.scalings == 1:  # later the scale is in use
+                self._survey.foresee(loss.reshape(()))
 
     def _check_scale_growth_tracker(
         self, funcname: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale, tracker = self._scale, self._growth_tracker
-        if scale is None and self._ranks.groups():
-            # A stage or a rank without a loss: what it needs to know is the scale.
+        rule = self._rule
+        if rule.tensor is None and self._agreement.active:
+            # A pipeline stage or a rank without a loss needs only the scale.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-            scale, tracker, self._assumed = self._scale, self._growth_tracker, True
-        if scale is None:
-            raise words.before_scale(funcname, "_scale")
-        if tracker is None:
-            raise words.before_scale(funcname, "_growth_tracker")
-        return scale, tracker
+            self._iteration.assumed = True
+        if rule.tensor is None:
+            raise errors.before_scale(funcname)
+        if rule.tracker is None:
+            raise errors.before_scale(funcname, "_growth_tracker")
+        return rule.tensor, rule.tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        with torch.inference_mode(mode=False):  # or it could never be moved
-            super()._lazy_init_scale_growth_tracker(dev)
-        scale, tracker = self._check_scale_growth_tracker("scale")
-        self._scale, self._growth_tracker = map(backend.unwrapped, (scale, tracker))
+        if self._rule.tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._rule.place(dev, self._init_scale, self._init_growth_tracker)
         backend.self_test(torch.device(dev))
-        self._rule.start(self)
 
-    def _refuse_unscale(self, record: dict[str, Any], method: str) -> None:
-        if record["stage"] is OptState.UNSCALED:
-            raise words.unscale_twice()
-        if record["stage"] is OptState.STEPPED:
-            raise words.unscale_after_step(method)
+    def _get_growth_tracker(self) -> int:
+        if self._enabled and (count := self._rule.clean_steps) is not None:
+            return count
+        return super()._get_growth_tracker()
 
-    def _refuse_alias(self, optimizer: Any, record: dict[str, Any]) -> None:
-        """Refuse a wrapper of an optimizer whose gradients are unscaled already."""
-        groups = getattr(optimizer, "param_groups", None)
-        for other in self._per_optimizer_states.values():
-            if other is not record and other.get("groups") is groups is not None:
-                raise words.unscaled_elsewhere()
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after `growth_interval` finite steps."""
+        self._configure("growth_factor", new_factor)
 
-    def _refuse_changed(self, record: dict[str, Any], method: str) -> None:
-        """Refuse gradients that another backward pass has made since they were seen."""
-        if "looked" not in record:
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after an overflow."""
+        self._configure("backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many finite steps in a row the scale grows."""
+        self._configure("growth_interval", new_interval)
+
+    def _configure(self, name: str, value: Any) -> None:
+        if self._enabled:
+            check_factor(name, value)
+            self._rule.configure(name, value)
+
+    def _work(self, optimizer: Any, method: str) -> Work:
+        """Return an optimizer's work; raise if `method` may not be called on it now.
+
+        Every path to an update calls this.  It checks that the gradients are still
+        those that were inspected.
+        """
+        if self._rule.tensor is None:
+            self._check_scale_growth_tracker(method)
+        works = self._per_optimizer_states
+        work = works[id(optimizer)]
+        work.optimizer = optimizer
+        stage = work["stage"]
+        if stage is OptState.STEPPED:
+            late = errors.unscale_after_step(method)
+            raise errors.step_twice() if method == "step" else late
+        if len(works) > 1 and work.is_alias_in(works.values()):
+            raise errors.unscaled_elsewhere()
+        if work.freshness is not None:
+            if stage is OptState.READY and work.multiplier is None:
+                work.freshness = work.survey = None  # not inspected, or reset
+            elif work.freshness.outdated():
+                raise errors.changed(method)
+        return work
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide this optimizer's gradients by the scale, once, and check them."""
+        if not self._enabled:
             return
-        if record["stage"] is OptState.READY and "multiplier" not in record:
-            return  # somebody has set it back, to look again
-        if record["looked"].outdated():
-            raise words.changed(method)
+        work = self._work(optimizer, "unscale_")
+        if work["stage"] is OptState.UNSCALED:
+            raise errors.unscale_twice()
+        self._unscale(work)
+        work.freshness = work.freshness or Freshness(optimizer, gather(optimizer))
+        if self._iteration.scalings > 1:  # the backward pass of one may come later
+            work.freshness.expect_backward()
 
-    def _expect_another(self) -> None:
-        """Watch out for a backward pass between looking at gradients and stepping."""
-        for record in self._per_optimizer_states.values():
-            if "looked" in record:
-                record["looked"].expect_another()
-
-    def _agree(
-        self,
-        record: dict[str, Any],
-        found: dict[torch.device, torch.Tensor],
-        largest: torch.Tensor | None = None,
-    ) -> None:
-        """Make the flags the same on every rank; alone there is nobody to ask."""
-        if self._ranks.groups():
-            if "loss" in self._rule.wants:
-                self._foresee(None)
-            found = agree.launch(self, record, found, largest)
-        record["found_inf_per_device"] = found
-
-    def _foresee(self, loss: torch.Tensor | None) -> None:
-        """Show the policy this iteration's loss: of all ranks the largest."""
-        if self._ranks.groups():
-            loss = agree.foresee(self, loss)
-        if loss is not None:
-            self._rule.foresee(self, loss)
-
-    def _settle(self, record: dict[str, Any]) -> None:
-        """Wait for what the other ranks found, if that has not been done."""
-        if "pending" in record:
-            agree.settle(self, record)
-
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._settle(self._per_optimizer_states[id(optimizer)])
-        return super()._found_inf_per_device(optimizer)
+    def _unscale(self, work: Work) -> None:
+        """Apply the pending multiplier, or check and unscale in one pass."""
+        if work.multiplier is not None:
+            self._survey.write(work)
+            return
+        inverse = self._rule.now().inverse
+        found = torch.zeros_like(inverse)
+        flags = self._unscale_grads_(work.optimizer, inverse, found, False)
+        self._survey.agree(work, flags)
+        work["stage"] = OptState.UNSCALED
 
     def _unscale_grads_(
         self,
@@ -145,160 +186,73 @@ class Contract(TorchGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Check and multiply the gradients; return a flag per device (torch's way)."""
+        """Check and multiply the gradients; return a flag per device."""
+        work = self._per_optimizer_states.get(id(optimizer), Work())
+        work.optimizer, rule = optimizer, self._rule
         with backend.NoGrad():
-            gathered = self._halves.gather(optimizer, self._names, allow_fp16)
-            if self._guide.watching:
-                self._guide.before_look(optimizer)
-                self._guide.before_unscale(self, optimizer, gathered)
-            looked = self._rule.wants or self._listeners
-            if looked and id(optimizer) in self._per_optimizer_states:
-                record = self._per_optimizer_states[id(optimizer)]
-                self._look(optimizer, record, gathered, inv_scale)
-            found, inverse = {}, {}
-            for device, _, _ in gathered.buckets:
-                if device == found_inf.device:
-                    found[device], inverse[device] = found_inf, inv_scale
-                elif device not in found:
-                    found[device] = found_inf.to(device, non_blocking=True, copy=True)
-                    inverse[device] = inv_scale.to(device, non_blocking=True)
-            survey.unscale(
-                gathered.buckets, inverse, found, check_result=self._may_overflow()
-            )
-        return found
-
-    def _inverse(self, scale: torch.Tensor) -> torch.Tensor:
-        """Give 1 / scale, computed anew only where the scale may have moved."""
-        known = self._rule.known(self)
-        if known is None:
-            return backend.reciprocal(scale)
-        if self._inverted is None or self._inverted[:2] != (id(scale), known):
-            self._inverted = (id(scale), known, backend.reciprocal(scale))
-        return self._inverted[2]
-
-    def _look(
-        self,
-        optimizer: Any,
-        record: dict[str, Any],
-        gathered: Gathered,
-        inverse: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Measure what is wanted beyond whether all is finite; let others look too.
-
-        Who measures has checked: returns the flag, if the policy wanted anything.
-        """
-        found = None
-        if self._rule.wants and gathered.grads:
-            found = self._measure(record, gathered, inverse).found
-        for listener in self._listeners:
-            listener.look(self, optimizer, record, gathered)
-        return found
-
-    def _measure(
-        self, record: dict[str, Any], gathered: Gathered, inverse: torch.Tensor
-    ) -> survey.Survey:
-        """Measure what the policy wants to know."""
-        seen = survey.largest(gathered, inverse.reshape(()))
-        record["amax"] = seen.amax
-        if "underflow" in self._rule.wants and self._counts_underflow():
-            record["underflow"] = survey.underflow(gathered, inverse.device)
-        return seen
-
-    def _counts_underflow(self) -> bool:
-        return self._turn % _UNDERFLOW_EVERY == 0
-
-    def _may_overflow(self) -> bool:
-        """Say whether dividing by the scale could itself overflow."""
-        if self._strict:
-            return False
-        known = self._rule.known(self)
-        return known is None or known < 1.0
+            gathered = self._survey.gather(work, allow_fp16=allow_fp16)
+            measures = rule.wants or self._hooks.looked
+            if measures and rule.tensor is not None:
+                self._survey.inspect(work, inv_scale.reshape(()), None)
+            safe = rule.tensor is not None and rule.now().safe
+            return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._check_grads(optimizer)
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        work = self._per_optimizer_states[id(optimizer)]
+        work.optimizer = optimizer
+        if is_foreign(self._unscale_grads_):  # a subclass checks in its own way
+            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+            flags = self._unscale_grads_(optimizer, one, zero, True)
+        else:
+            flags = self._survey.check(work)
+        self._survey.agree(work, flags)
         return self._found_inf_per_device(optimizer)
 
-    def _unscales_otherwise(self) -> bool:
-        """Say whether a subclass, or a patch, looks at gradients in its own way."""
-        return _foreign(self._unscale_grads_) or _foreign(self.unscale_)
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._survey.settle(self._per_optimizer_states[id(optimizer)])
+        return super()._found_inf_per_device(optimizer)
 
-    def _check_grads(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check without writing; other ranks' findings are on their way."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        record = self._per_optimizer_states[id(optimizer)]
-        if _foreign(self._unscale_grads_):  # then that is how gradients are checked
-            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-            self._agree(record, self._unscale_grads_(optimizer, one, zero, True))
-            return
-        with backend.NoGrad():
-            gathered = self._halves.gather(optimizer, self._names)
-            if self._guide.watching:
-                self._guide.before_look(optimizer)
-                self._guide.before_unscale(self, optimizer, gathered)
-            inverse = self._inverse(scale)
-            seen = None
-            if self._rule.wants or self._listeners:
-                seen = self._look(optimizer, record, gathered, inverse)
-            if seen is None:
-                checks = self._may_overflow()
-                found = survey.check(gathered, inverse, check_result=checks)
-            else:
-                found = {seen.device: seen}
-        self._agree(record, found)
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Unscale the gradients if needed, and step if all of them are finite.
 
-    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
-        scale, _ = self._check_scale_growth_tracker("update")
-        if isinstance(new_scale, torch.Tensor):
-            if (
-                new_scale.device.type != self._device
-                or new_scale.numel() != 1
-                or new_scale.requires_grad
-            ):
-                raise NewScaleError(_NEW_SCALE)
-            given = new_scale.reshape(()).to(scale.dtype)
-            usable = (given >= SMALLEST) & (given <= FLOAT32_MAX)
-            scale.copy_(given if self._strict else torch.where(usable, given, scale))
+        With a closure, each evaluation is scaled, checked and unscaled.  The closure
+        returns the loss, or scales it and calls `backward` itself (docs/closures.md).
+        """
+        result: float | None
+        if (args or kwargs) and feature("closures").given(args, kwargs):
+            result = feature("closures").step(self, optimizer, args, kwargs)
+            return result
+        if not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            self._log.add_unscaled(optimizer)
+            return result
+        if torch.compiler.is_compiling():
+            result = compiled().step(self, optimizer)
+            return result
+        work = self._work(optimizer, "step")
+        now = self._rule.now()
+        for hook in self._hooks.before_step:
+            hook(work)
+        if optimizers.takes_scaling(optimizer):
+            result = self._step_with_found_inf(work, args, kwargs)
         else:
-            self._refuse_scale(new_scale)
-            scale.fill_(float(new_scale))
-        self._rule.assign(self, new_scale)
+            if work["stage"] is OptState.READY:
+                self._unscale_in_step(work)
+            self._survey.settle(work)
+            if not work["found_inf_per_device"]:
+                raise self._no_gradients(work)
+            result = self._maybe_opt_step(optimizer, work, *args, **kwargs)
+        self._conclude_step(work, now.copy)
+        return result
 
-    def _refuse_scale(self, new_scale: Any) -> None:
-        """Refuse a number that no gradient could be divided by."""
-        number = isinstance(new_scale, (int, float))
-        if self._strict and number:
-            return
-        if not (number and SMALLEST <= new_scale <= FLOAT32_MAX):
-            message = (
-                f"{_NEW_SCALE} Got {new_scale!r}; it must be a positive number, and "
-                "so must be 1 divided by it, which is what gradients are multiplied by."
-            )
-            raise NewScaleError(message)
-        rule = self._rule
-        if rule.fixed and not rule.low <= new_scale <= rule.high:
-            raise words.outside(new_scale, rule.low, rule.high)
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after a quiet while."""
-        self._set("growth_factor", new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after an overflow."""
-        self._set("backoff_factor", new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set how many clean steps make a quiet while."""
-        self._set("growth_interval", new_interval)
-
-    def _set(self, name: str, value: Any) -> None:
-        """Change one of torch's three settings, in the policy too if it has it."""
-        if self._enabled and not self._strict:
-            if not (isinstance(value, (int, float)) and -math.inf < value < math.inf):
-                raise words.setting(name, value)
-            if value <= 0 and name != "growth_interval":
-                raise words.setting(name, value)
-            self._rule.configure(name, value)
-        setattr(self, f"_{name}", value)
+    def _unscale_in_step(self, work: Work) -> None:
+        if is_foreign(self.unscale_):
+            self.unscale_(work.optimizer)
+        else:
+            self._unscale(work)
 
     def _maybe_opt_step(
         self,
@@ -307,48 +261,135 @@ class Contract(TorchGradScaler):
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        result: float | None = apply.settled(
-            self, optimizer, optimizer_state, args, kwargs
-        )
+        """Step or skip an optimizer that does not take `found_inf`."""
+        work: Any = optimizer_state
+        home: Any = self._rule.tensor
+        found = combined(work["found_inf_per_device"], home.device)
+        result: float | None = None
+        if found is None:
+            return None
+        if self._options.sync == "never":
+            with self._survey.fp16.stepping(optimizer):
+                result = optimizers.step_or_restore(optimizer, found, args, kwargs)
+        else:
+            work.finite = optimizers.read_found_inf(work, found)
+            if work.finite:
+                result = optimizer.step(*args, **kwargs)
         return result
 
-    def _home(self) -> torch.device:
-        return self._check_scale_growth_tracker("step")[0].device
-
-    def _hand_over(
-        self, record: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Give what an optimizer divides by, and the flag for not stepping."""
-        self._settle(record)
+    def _step_with_found_inf(
+        self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step an optimizer that takes `grad_scale` and `found_inf`."""
+        optimizer, survey = work.optimizer, self._survey
+        if optimizers.takes_scaler(optimizer):
+            warn(errors.PASSES_ITSELF, FutureWarning)
+            work.handed = work["stage"] is not OptState.UNSCALED
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
+        if work["stage"] is OptState.READY:
+            if not optimizers.recipients(optimizer).sure:
+                self._unscale_in_step(work)
+            elif work.multiplier is None and work.survey is None:
+                self._check_inf_per_device(optimizer)
+        survey.settle(work)
         scale: Any = self._get_scale_async()
-        found = apply.combined(record["found_inf_per_device"], scale.device)
-        multiplier = record.get("multiplier")
-        return (scale if multiplier is None else multiplier.reciprocal()), found
+        found = combined(work["found_inf_per_device"], scale.device)
+        if found is None and gather(optimizer).grads:
+            raise errors.no_gradients(errors.UNSCALED_EARLY)
+        own = None if work.survey is None else work.survey.found
+        if found is not None and found is not own:
+            found = (found > 0).float()  # torch's kernels skip only at exactly 1
+        return optimizers.step_with_found_inf(work, scale, found, args, kwargs)
 
-    def _ask(self, record: dict[str, Any], found: torch.Tensor) -> bool:
-        """Wait for the flag, and for whatever else is wanted, in one read."""
-        told = not self._rule.wants and "gap" not in record
-        if told and self._rule.knows and backend.in_host_memory(found):
-            return not found.item()
-        scale, tracker = self._check_scale_growth_tracker("step")
-        wanted = [name for name in ("amax", "underflow") if name in record]
-        numbers = [found, scale, tracker.float(), *(record[name] for name in wanted)]
-        gap = [record["gap"]] if "gap" in record else []
-        values = torch.stack([*numbers, *gap]).tolist()
-        if gap and values.pop():
-            agree.disagreed(self, record)
-        if isinstance(self._rule, Classic):
-            self._rule.learn(self, values[1], int(values[2]))
-        for name, value in zip(wanted, values[3:], strict=True):
-            record[f"{name}_read"] = value
-        return not values[0]
+    def _no_gradients(self, work: Work) -> Exception:
+        """Log a step that cannot be taken; return the error that names the cause."""
+        stage = work["stage"]
+        self._conclude_step(work, self._rule.now().copy).judged(Verdict.NO_GRADS)
+        work["stage"], work.outcome = stage, None
+        hints: Any = self._hooks.by_key["hints"]
+        return errors.no_gradients(hints.why_no_gradients(work.optimizer))
 
+    def _conclude_step(self, work: Work, scale: float | torch.Tensor) -> LastStep:
+        """Log the outcome of a step and call the hooks."""
+        work["stage"], work.freshness = OptState.STEPPED, None
+        home: Any = self._rule.tensor
+        found = combined(work["found_inf_per_device"], home.device)
+        outcome = self._log.add(work, found, scale, self._iteration.losses)
+        if work.finite is False:
+            for hook in self._hooks.skipped:
+                hook(work)
+        for hook in self._hooks.stepped:
+            hook(work)
+        return outcome
 
-def _foreign(method: Any) -> bool:
-    return not str(getattr(method, "__module__", "")).startswith("buoy.")
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale; call it once per iteration, after all steps."""
+        if not self._enabled:
+            for gate in self._log.gates:
+                gate.advance()
+            return
+        if torch.compiler.is_compiling():
+            compiled().update(self)
+            return
+        for hook in self._hooks.before_update:
+            hook()
+        groups: Any = self._hooks.by_key.get("groups")
+        if groups is not None:
+            groups.update(self, new_scale)
+        else:
+            self._update(new_scale)
 
+    def _update(self, new_scale: Any = None, *, idle: bool = False) -> None:
+        """Update this scale only, and end its iteration; `idle`: needs no step."""
+        rule = self._rule
+        if rule.tensor is None:
+            self._check_scale_growth_tracker("update")
+        works = list(self._per_optimizer_states.values())
+        now = rule.now()
+        before, evidence = now.copy, None
+        if new_scale is None:
+            for work in works:
+                if work.pending is not None:
+                    self._survey.settle(work)
+            evidence = evidence_of(works, now.tensor.device)
+            if evidence is None and not idle:
+                raise errors.nothing_recorded()
+        else:
+            check_new_scale(new_scale, self._device, rule)
+            rule.set(new_scale)
+        try:
+            rule.move(evidence)
+            self._conclude(works, evidence, before)
+        finally:
+            self._iteration.scalings = 0
+            self._per_optimizer_states = defaultdict(Work)
 
-_NEW_SCALE = (
-    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-    "torch.FloatTensor with requires_grad=False."
-)
+    def _conclude(
+        self, works: list[Work], evidence: Evidence | None, before: float | torch.Tensor
+    ) -> None:
+        """Report the update to the log, the features and the gates."""
+        now, log, step = self._rule.now(), self._log, self._rule.turn - 1
+        scales, home = (before, now.copy), now.tensor.device
+        try:
+            log.conclude(Ended(works, evidence, self._iteration, step, scales, home))
+        finally:
+            for hook in self._hooks.concluded:
+                hook(works)
+            if log.gates and "groups" not in self._hooks.by_key:  # which opens them
+                log.open_gates([work.outcome for work in works if work.outcome])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries, plus `buoy` if a policy or feature has state."""
+        if not self._enabled:
+            return {}
+        own = checkpoint.own_state(self._rule, self._hooks)
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state of this class or of `torch.amp.GradScaler`."""
+        if not self._enabled:
+            return
+        state = checkpoint.checked(state_dict, self._rule)
+        self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
+        self._iteration.scalings = 0  # a loss scaled before this is of another run
+        checkpoint.load(state, self._rule, self._hooks)

@@ -1,182 +1,172 @@
-"""What the PyTorch front end raises and warns of.
+"""The exceptions of the PyTorch front end, by what a user would do about them.
 
-Each class is also the builtin that `torch.amp.GradScaler` raises in the same place, and
-each message starts with torch's own words where torch has any, so that code written
-for the one catches the errors of the other.
+`OptionError` (pass another argument) and `CallOrderError` (change the loop) come from
+the core.  Where `torch.amp.GradScaler` refuses the same call, the error is also of
+torch's exception type and its message starts with torch's words, so that code written
+for one catches the errors of the other.  Functions make the errors with long messages:
+what happened, why it matters, what to do.
 """
 
 from buoy._core.errors import (
+    AbsentRankError,
     BuoyError,
     BuoyWarning,
     CallOrderError,
+    DeviceModeError,
     OptionError,
-    PolicyError,
+    RankMismatchError,
     StateVersionError,
     StuckError,
+    StuckWarning,
 )
 
 __all__ = [
+    "PASSES_ITSELF",
+    "UNSCALED_EARLY",
     "AbsentRankError",
-    "AccumulateError",
-    "ApexError",
-    "BeforeScaleError",
     "BuoyWarning",
-    "ClosureError",
+    "CallOrderError",
     "DeviceModeError",
-    "DtypeDriftError",
-    "EmptyStateError",
-    "FactorError",
-    "Fp16GradientsError",
-    "GradientsChangedError",
-    "GroupError",
-    "GuardError",
-    "LocalScalesError",
-    "LossTypeError",
-    "MasterWeightsError",
-    "MidIterationError",
-    "MixedScalesError",
-    "NewScaleError",
-    "NoGradientsError",
+    "Fp16ParametersError",
     "NonfiniteNormError",
-    "NothingRecordedError",
-    "OptimizerInBackwardError",
     "OptionError",
     "RankMismatchError",
-    "RunError",
-    "StepTwiceError",
+    "StateError",
     "StuckError",
-    "UnknownModuleError",
-    "UnknownOptimizerError",
-    "UnscaleAfterStepError",
-    "UnscaleTwiceError",
+    "StuckWarning",
+    "before_scale",
+    "changed",
+    "mid_iteration",
+    "no_gradients",
+    "nonfinite_norm",
+    "nothing_recorded",
+    "step_twice",
+    "unscale_after_step",
+    "unscale_twice",
+    "unscaled_elsewhere",
 ]
 
 
-class BeforeScaleError(CallOrderError, AssertionError):
-    """A method that needs a scale was called before any loss was scaled."""
-
-
-class NoGradientsError(CallOrderError, AssertionError):
-    """An optimizer was to step, and none of its parameters has a gradient."""
-
-
-class NothingRecordedError(CallOrderError, AssertionError):
-    """`update` was called with no step or unscale before it."""
-
-
-class StepTwiceError(CallOrderError):
-    """One optimizer stepped twice without an `update` between."""
-
-
-class UnscaleTwiceError(CallOrderError):
-    """One optimizer's gradients were to be divided by the scale twice."""
-
-
-class GradientsChangedError(CallOrderError):
-    """Gradients changed between the look at them and what was to be done with them."""
-
-
-class UnscaleAfterStepError(CallOrderError):
-    """Gradients were to be unscaled or clipped after their step."""
-
-
-class MidIterationError(CallOrderError, AssertionError):
-    """A scaler was pickled or copied between a step and its update."""
-
-
-class ClosureError(CallOrderError):
-    """A closure does what would make its gradients or its loss wrong."""
-
-
-class OptimizerInBackwardError(CallOrderError):
-    """An optimizer steps inside the backward pass, before anything is checked."""
-
-
-class Fp16GradientsError(BuoyError, ValueError):
-    """Parameters are FP16, so their gradients cannot be unscaled without loss."""
-
-
-class DtypeDriftError(Fp16GradientsError):
-    """Parameters that were FP32 have been cast to half precision meanwhile."""
-
-
-class MasterWeightsError(BuoyError, RuntimeError):
-    """Master weights cannot be kept for this optimizer as it is."""
-
-
-class ApexError(CallOrderError, ValueError):
-    """apex.amp's functions were used in a way that apex refuses, or Buoy must."""
-
-
-class UnknownModuleError(BuoyError, LookupError):
-    """A model has no module of that name."""
-
-
-class LossTypeError(BuoyError, ValueError):
-    """What was to be scaled is not a tensor, nor made of tensors."""
-
-
-class NewScaleError(BuoyError, AssertionError, ValueError):
-    """A scale set by hand cannot be used."""
-
-
-class UnknownOptimizerError(BuoyError, TypeError, AttributeError):
-    """What was passed as an optimizer is none."""
+class Fp16ParametersError(BuoyError, ValueError, RuntimeError):
+    """Parameters are in half precision: keep FP32 ones, or FP32 masters of them."""
 
 
 class NonfiniteNormError(BuoyError, RuntimeError):
-    """The norm to clip by is inf or NaN, and that was to be an error."""
+    """The norm to clip by is inf or NaN, and `error_if_nonfinite` was set."""
 
 
-class EmptyStateError(StateVersionError, RuntimeError):
-    """A state to be loaded is empty."""
+class StateError(StateVersionError, RuntimeError, KeyError):
+    """A state to load is empty, damaged, or of another release."""
+
+    __str__ = BuoyError.__str__  # a KeyError would quote its message
 
 
-class FactorError(PolicyError, AssertionError):
-    """A factor that moves the scale would not move it, or the wrong way."""
+def before_scale(method: str, missing: str = "_scale") -> CallOrderError:
+    """Return the error for a call before any loss was scaled."""
+    return CallOrderError(
+        f"Attempted {method} but {missing} is None.  This may indicate your script did "
+        "not use scaler.scale(loss or outputs) earlier in the iteration. The gradients "
+        "would be divided by a scale that they were not multiplied by. Call "
+        "`scaler.scale(loss).backward()` first."
+    )
 
 
-class DeviceModeError(BuoyError, RuntimeError):
-    """An optimizer cannot be skipped without asking the device."""
+def step_twice() -> CallOrderError:
+    """Return the error for a missing `update` between two steps."""
+    return CallOrderError(
+        "step() has already been called since the last update(). A second step would "
+        "apply the same gradients again. Call `scaler.update()` once per iteration, "
+        "after every optimizer has stepped; without it the scale never moves."
+    )
 
 
-class AbsentRankError(BuoyError, RuntimeError):
-    """Ranks did not come to agree on a step; `absent` names them, if that is known."""
-
-    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.absent = absent
-
-
-class RankMismatchError(BuoyError, RuntimeError):
-    """Ranks hold different scales or counters; `held` gives each rank's."""
-
-    def __init__(
-        self, message: str, held: dict[int, tuple[float, int, int]] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.held = held or {}
+def unscale_twice() -> CallOrderError:
+    """Return the error for gradients that are already unscaled."""
+    return CallOrderError(
+        "unscale_() has already been called on this optimizer since the last update(). "
+        "Dividing by the scale twice would make the gradients far too small. Unscale "
+        "once per iteration, after the last backward pass, and end it with `update()`."
+    )
 
 
-class GroupError(BuoyError, ValueError):
-    """A scale group was asked for, or used, in a way that it cannot serve."""
+def unscaled_elsewhere() -> CallOrderError:
+    """Return the error for two objects with the same parameter groups."""
+    return CallOrderError(
+        "The gradients of this optimizer were unscaled already, through another object "
+        "with the same `param_groups`: a wrapper of it, or what it wraps. Dividing by "
+        "the scale twice would make them far too small. Pass the same object to "
+        "`unscale_`, `clip_grad_norm_` and `step`."
+    )
 
 
-class MixedScalesError(CallOrderError):
-    """Gradients of one scale group were to be unscaled by the scale of another."""
+def changed(method: str) -> CallOrderError:
+    """Return the error for gradients that changed after they were inspected."""
+    return CallOrderError(
+        f"{method}() found other gradients than those that were unscaled or clipped: "
+        "another backward pass has run since, or a parameter group was added. They "
+        "have not been checked and are still multiplied by the scale. Unscale and clip "
+        "after the last backward pass of an iteration, and call `scaler.update()` once "
+        "per iteration, also for a batch that you drop."
+    )
 
 
-class GuardError(BuoyError, TypeError):
-    """What was to be guarded has no buffers: it is no module."""
+def unscale_after_step(method: str) -> CallOrderError:
+    """Return the error for unscaling or clipping after the step."""
+    return CallOrderError(
+        f"{method}() is being called after step(). The weights have been updated "
+        f"already. Call `{method}` between `backward()` and `step`, and `update()` at "
+        "the end of the iteration."
+    )
 
 
-class RunError(CallOrderError, ValueError):
-    """`run` could not step, or could not put back what a re-run needs."""
+def nothing_recorded() -> CallOrderError:
+    """Return the error for an `update` without a step."""
+    return CallOrderError(
+        "No inf checks were recorded prior to update. No optimizer was stepped or "
+        "unscaled since the last update(), or none of its parameters had a gradient, "
+        "so the scale cannot be moved. Call `scaler.step(optimizer)` before "
+        "`scaler.update()`; with accumulation, call both once per window."
+    )
 
 
-class AccumulateError(CallOrderError, ValueError):
-    """A window of micro-batches was opened or used wrongly."""
+def no_gradients(cause: str = "") -> CallOrderError:
+    """Return the error for an optimizer without gradients."""
+    usual = (
+        "The usual causes: the loss was detached or computed under no_grad(); the "
+        "model was moved, wrapped or re-created after the optimizer was built; no "
+        "parameter requires grad; or `zero_grad()` was called after `backward()`."
+    )
+    return CallOrderError(
+        "No inf checks were recorded for this optimizer. None of its parameters has a "
+        f"gradient, so nothing was applied. {cause or usual}"
+    )
 
 
-class LocalScalesError(BuoyError, ValueError):
-    """Blocks were chosen whose gradients cannot be rescaled exactly."""
+def mid_iteration() -> CallOrderError:
+    """Return the error for pickling or copying between a step and its update."""
+    return CallOrderError(
+        "A GradScaler instance may only be pickled at the beginning of an iteration, "
+        "or at the end after scaler.update(). In between it holds findings about "
+        "gradients that are not part of it."
+    )
+
+
+def nonfinite_norm(order: float) -> NonfiniteNormError:
+    """Return the error for a norm that is not finite."""
+    return NonfiniteNormError(
+        f"The total norm of order {order} for gradients from `parameters` is "
+        "non-finite, so it cannot be clipped. With loss scaling an overflow now and "
+        "then is normal and its step is skipped: leave `error_if_nonfinite=False`."
+    )
+
+
+PASSES_ITSELF = (
+    "GradScaler is going to stop passing itself as a keyword argument to the passed "
+    "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+    "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+    "directly."
+)
+UNSCALED_EARLY = (
+    "They have some now: `unscale_` was called before `backward()`. Call it after the "
+    "last backward pass of the iteration."
+)

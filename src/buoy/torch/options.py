@@ -1,27 +1,34 @@
-"""Turn a scaler's arguments into its rule, refusing what cannot work."""
+"""The configuration of a scaler, checked once."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as make_policy
-from buoy.torch.errors import FactorError, OptionError
-from buoy.torch.governed import Governed
-from buoy.torch.rule import FLOAT32_MAX, MIN_SCALE, SMALLEST, Classic
+from buoy._core.spikes import SpikeGuard
+from buoy._core.watch import PATIENCE, OnStuck
+from buoy.torch.errors import OptionError
+from buoy.torch.policy_state import FLOAT32_MAX, SMALLEST
+from buoy.torch.scale import Scale
 
 __all__ = [
-    "DEFAULTS",
-    "check",
-    "heals",
-    "limit",
-    "never_syncs",
-    "rule",
-    "shared_order",
+    "TORCH_DEFAULTS",
+    "Fp16Params",
+    "Options",
+    "check_factor",
+    "check_new_scale",
+    "check_norm_order",
+    "check_threshold",
 ]
 
-DEFAULTS = {
+Fp16Params = Literal["error", "master"]
+
+TORCH_DEFAULTS = {
     "init_scale": 2.0**16,
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
@@ -29,147 +36,156 @@ DEFAULTS = {
 }
 
 
-def check(given: dict[str, Any], *, strict: bool) -> None:
-    """Refuse factors and scales with which the scale could only go wrong."""
-    if not strict:
-        _check_kinds(given)
-    if not given["growth_factor"] > 1.0:
-        message = (
-            "The growth factor must be > 1.0. With `growth_factor`="
-            f"{given['growth_factor']!r} the scale could never grow back."
-        )
-        raise FactorError(message)
-    if not given["backoff_factor"] < 1.0:
-        message = (
-            "The backoff factor must be < 1.0. With `backoff_factor`="
-            f"{given['backoff_factor']!r} an overflow would never end."
-        )
-        raise FactorError(message)
-    if strict:
-        return
-    for name in ("init_scale", "backoff_factor"):
-        value = given[name]
-        least = SMALLEST if name == "init_scale" else 2.0**-149
-        if not least <= value <= FLOAT32_MAX:
-            message = (
-                f"`{name}` must be a positive number that float32 can hold, got "
-                f"{value!r}: gradients divided by such a scale would be inf or NaN."
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of `GradScaler` that are values: no models, files or ranks."""
+
+    device: str = "cuda"
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    policy: str | Policy | None = None
+    min_scale: float | None = None
+    max_scale: float | None = None
+    on_stuck: OnStuck = "warn"
+    patience: int = PATIENCE
+    sync: Literal["auto", "never"] = "auto"
+    fp16_params: Fp16Params | None = None
+    skip: Literal["independent", "joint"] = "independent"
+    spike_guard: Literal["skip", "clip"] | SpikeGuard | None = None
+
+    def __post_init__(self) -> None:
+        if not self.enabled:
+            return
+        for name, fits, must in _RULES:
+            value = getattr(self, name)
+            with suppress(TypeError):  # None and text do not compare with numbers
+                if fits(value):
+                    continue
+            kind = type(TORCH_DEFAULTS.get(name)).__name__
+            cure = f" Convert text to a number first: `{kind}({name})`."
+            raise OptionError(
+                f"{must.format(name)}, got {value!r}."
+                f"{cure if name in TORCH_DEFAULTS else ''}"
             )
-            raise OptionError(message)
-
-
-def _check_kinds(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        whole = name == "growth_interval"
-        if not hasattr(value, "__index__" if whole else "__float__"):
-            kind = "a whole number of steps" if whole else "a number"
-            message = (
-                f"`{name}` must be {kind}, e.g. {DEFAULTS[name]:g}, got {value!r}. A "
-                "value read from a file or a command line is text until it is "
-                f"converted: `{'int' if whole else 'float'}({name})`."
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in tuple(choices):
+                shown = " or ".join(f"{x!r} ({what})" for x, what in choices.items())
+                raise OptionError(f"`{name}` must be {shown}, got {value!r}.")
+        low, high, init = self.min_scale, self.max_scale, self.init_scale
+        within = (low or 0.0) <= init <= (high or math.inf)
+        if self.policy is None and not within:
+            raise OptionError(
+                f"`init_scale` must lie within `min_scale` and `max_scale`, got "
+                f"{init!r} outside of {low!r} .. {high!r}. Pass one within them."
             )
-            raise OptionError(message)
+        if self.spike_guard in ("skip", "clip"):
+            guard = SpikeGuard(mode=self.spike_guard)
+            object.__setattr__(self, "spike_guard", guard)
+
+    def of_torch(self) -> dict[str, Any]:
+        """Return the arguments that `torch.amp.GradScaler` takes."""
+        names = ("device", *TORCH_DEFAULTS, "enabled")
+        return {name: getattr(self, name) for name in names}
+
+    def scale(self) -> Scale:
+        """Create the scale and the rule that moves it."""
+        factors = (self.growth_factor, self.backoff_factor, self.growth_interval)
+        if self.policy is None:
+            bounds = (self.min_scale, self.max_scale)
+            return Scale(None, self.init_scale, factors, bounds)
+        changed = {
+            name: value
+            for name in (*TORCH_DEFAULTS, "min_scale", "max_scale")
+            if (value := getattr(self, name)) != TORCH_DEFAULTS.get(name)
+        }
+        return Scale(make_policy(self.policy, **changed), self.init_scale, factors)
 
 
-def rule(
-    policy: str | Policy | None,
-    given: dict[str, Any],
-    *,
-    low: float | None,
-    high: float | None,
-    strict: bool,
-) -> Classic | Governed:
-    """Make what moves the scale."""
-    _check_bounds(low, high)
-    if policy is None and not strict:
-        _check_start(given["init_scale"], low, high)
-    if policy is None:
-        return _classic(given["init_scale"], low, high, strict=strict)
-    changed = {name: x for name, x in given.items() if DEFAULTS[name] != x}
-    if low is not None:
-        changed["min_scale"] = low
-    if high is not None:
-        changed["max_scale"] = high
-    return Governed(make_policy(policy, **changed), strict=strict)
+def _usable(scale: float) -> bool:
+    return SMALLEST <= scale <= FLOAT32_MAX
 
 
-def _classic(
-    init: float, low: float | None, high: float | None, *, strict: bool
-) -> Classic:
-    floor = -FLOAT32_MAX if strict else MIN_SCALE
-    made = Classic(
-        floor if low is None else low,
-        FLOAT32_MAX if high is None else high,
-        fixed=False,
-    )
-    made.admit(init)
-    made.fixed = low is not None or high is not None
-    return made
+def _is_guard(x: Any) -> bool:
+    return isinstance(x, SpikeGuard) or x in (None, "skip", "clip")
 
 
-def _check_bounds(low: float | None, high: float | None) -> None:
-    for name, bound in (("min_scale", low), ("max_scale", high)):
-        if bound is None:
-            continue
-        if not (hasattr(bound, "__float__") and SMALLEST <= bound <= FLOAT32_MAX):
-            message = (
-                f"`{name}` must be a positive number that float32 can hold, and divide "
-                f"1 by, got {bound!r}. Leave it out for the default, or give e.g. 1.0."
-            )
-            raise OptionError(message)
-    if low is not None and high is not None and low > high:
-        message = f"`min_scale` {low!r} must not exceed `max_scale` {high!r}."
-        raise OptionError(message)
+_DEVICE = "`{}` must be the name of a device type, e.g. 'cuda'"
+_SCALE = "`{}` must be a positive number that float32 can hold, and divide 1 by"
+_STEPS = "`{}` must be a whole number of steps"
+_GUARD = "`{}` must be None (off), 'skip', 'clip' or a buoy.torch.SpikeGuard"
+_RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    ("device", lambda x: isinstance(x, str), _DEVICE),
+    ("growth_interval", lambda x: hasattr(x, "__index__"), _STEPS),
+    ("growth_factor", lambda x: x > 1.0, "The growth factor must be > 1.0 (`{}`)"),
+    ("backoff_factor", lambda x: x < 1.0, "The backoff factor must be < 1.0 (`{}`)"),
+    ("backoff_factor", lambda x: x >= 2.0**-149, "`{}` must be a positive number"),
+    ("init_scale", _usable, _SCALE),
+    ("min_scale", lambda x: x is None or _usable(x), _SCALE),
+    ("max_scale", lambda x: x is None or _usable(x), _SCALE),
+    ("spike_guard", _is_guard, _GUARD),
+)
+_CHOICES: dict[str, dict[str | None, str]] = {
+    "sync": {"auto": "read the device where needed", "never": "undo skips on it"},
+    "skip": {"independent": "each by its own gradients", "joint": "all or none"},
+    "fp16_params": {None: "as torch", "error": "refuse", "master": "copy to FP32"},
+}
 
 
-def _check_start(init: float, low: float | None, high: float | None) -> None:
-    if not (low or 0.0) <= init <= (math.inf if high is None else high):
-        message = (
-            f"`init_scale` must lie within `min_scale` and `max_scale`, got {init!r} "
-            f"outside of {low!r} .. {high!r}. Give an `init_scale` within them."
-        )
-        raise OptionError(message)
+# -- arguments of methods --------------------------------------------------------------
 
 
-def limit(name: str, value: Any) -> None:
-    """Refuse a threshold that would write NaN into every gradient."""
+def check_threshold(name: str, value: Any) -> None:
+    """Raise for a threshold that would write NaN into every gradient."""
     if isinstance(value, torch.Tensor):
-        return  # may lie on a device: nobody asks it
+        return  # may be on a device, which is not read
     if not (isinstance(value, (int, float)) and value >= 0):
-        message = (
+        raise OptionError(
             f"`{name}` must be a number of at least 0, got {value!r}: gradients are "
             "multiplied or cut down to it. Pass `float('inf')` to only measure."
         )
-        raise OptionError(message)
 
 
-def shared_order(order: float) -> None:
-    """Refuse a norm that is not made of the norms of parts."""
+def check_norm_order(order: float) -> None:
+    """Raise for an order whose norm cannot be computed from norms of parts."""
     if order == 0.0 or math.isnan(order) or order == -math.inf:
-        message = (
+        raise OptionError(
             f"`norm_type` {order:g} has no meaning for gradients that several ranks "
             "hold in parts. Pass 2, another positive number, or `float('inf')`."
         )
-        raise OptionError(message)
 
 
-def never_syncs(sync: str) -> bool:
-    """Read the `sync` option."""
-    if sync not in ("auto", "never"):
-        message = (
-            "`sync` must be 'auto' (ask the device once per step where an optimizer "
-            f"needs it) or 'never' (undo skipped steps on the device), got {sync!r}."
+_NEW_SCALE = (
+    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+    "torch.FloatTensor with requires_grad=False."
+)
+
+
+def check_new_scale(value: Any, device: str, scale: Scale) -> None:
+    """Raise for a scale that gradients cannot be divided by."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != device or value.numel() != 1 or value.requires_grad:
+            raise OptionError(_NEW_SCALE)
+    elif not (isinstance(value, (int, float)) and _usable(value)):
+        raise OptionError(
+            f"{_NEW_SCALE} Got {value!r}; it must be a positive number, and so must be "
+            "1 divided by it, which is what gradients are multiplied by."
         )
-        raise OptionError(message)
-    return sync == "never"
-
-
-def heals(on_mismatch: str) -> bool:
-    """Read the `on_mismatch` option."""
-    if on_mismatch not in ("raise", "heal"):
-        message = (
-            "`on_mismatch` must be 'raise' (stop when ranks hold different scales) or "
-            f"'heal' (skip that step, take the smallest scale), got {on_mismatch!r}."
+    elif scale.fixed and not scale.low <= value <= scale.high:
+        raise OptionError(
+            f"new_scale {value!r} is outside of `min_scale` {scale.low!r} .. "
+            f"`max_scale` {scale.high!r}, which were given for this scaler. Stay "
+            "within them, or make a scaler with other bounds."
         )
-        raise OptionError(message)
-    return on_mismatch == "heal"
+
+
+def check_factor(name: str, value: Any) -> None:
+    """Raise for a factor or an interval that makes the scale unusable."""
+    number = isinstance(value, (int, float)) and math.isfinite(value)
+    if not number or (value <= 0 and name != "growth_interval"):
+        raise OptionError(
+            f"`{name}` must be a finite number; factors must be greater than 0, got "
+            f"{value!r}: the scale would become 0, negative or NaN."
+        )

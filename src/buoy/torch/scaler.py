@@ -1,43 +1,44 @@
-"""`GradScaler`: torch's own, with the order of its calls and what Buoy adds to each.
+"""`GradScaler`: the constructor, and the methods that Buoy adds to torch's.
 
-This file holds the public surface.  What happens inside a call lives in the rooms
-beside it: `survey` looks at gradients, `clip` clips them, `rule` moves the scale,
-`apply` steps or does not, `report` and `watch` tell of it.
+Torch's own methods are in `contract`.  Most methods here belong to a feature and make
+one call into `buoy.torch.features`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
 import torch
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
+from buoy._backends.torch.collectives import NormGroup, ProcessGroups
+from buoy._backends.torch.gradients import coalesce_sparse_, gather
+from buoy._backends.torch.losses import scale_gradient
 from buoy._core.policies.policy import Policy
+from buoy._core.policies.static import NoScaling
 from buoy._core.spikes import SpikeGuard
-from buoy._core.state import Verdict
-from buoy.torch import (
-    agree,
-    apply,
-    closures,
-    groups,
-    options,
-    spikes,
-    traced,
-    words,
-    words_beyond,
+from buoy._core.watch import PATIENCE, OnStuck
+from buoy.torch import errors
+from buoy.torch.contract import TorchContract, TorchGradScaler
+from buoy.torch.distributed import Agreement
+from buoy.torch.errors import OptionError
+from buoy.torch.gates import AdvanceOn, make_gates
+from buoy.torch.hooks import (
+    Extension,
+    Hooks,
+    compiled,
+    default_extensions,
+    feature,
+    is_foreign,
 )
-from buoy.torch.fingerprint import Look
-from buoy.torch.halves import Fp16Params, Halves
-from buoy.torch.joint import Joint
+from buoy.torch.iteration import Iteration, Work
 from buoy.torch.names import Names
-from buoy.torch.persisting import Persisting
-from buoy.torch.pipeline import scaled_loss
-from buoy.torch.ranks import ProcessGroups, Ranks
-from buoy.torch.rule import Evidence
-from buoy.torch.scaling import scaled
-from buoy.torch.takers import can_be_told
-from buoy.torch.watch import OnStuck, Watch
+from buoy.torch.options import Fp16Params, Options, check_norm_order, check_threshold
+from buoy.torch.outcome import LastStep
+from buoy.torch.step_log import StepLog
+from buoy.torch.survey import Surveyor, clip_as_torch
 
 if TYPE_CHECKING:
     import os
@@ -46,38 +47,33 @@ if TYPE_CHECKING:
 
 __all__ = ["GradScaler"]
 
-# A group of a scaler is made with the same arguments, but for these.
-_NOT_INHERITED = {
-    "self", "__class__", "model", "named_parameters", "trace", "process_group"
-}  # fmt: skip
+_R = TypeVar("_R")
 
 
-class GradScaler(Persisting):
+class GradScaler(TorchContract):
     """Scale the loss, check and unscale the gradients, step only if they are finite.
 
-    A drop-in for `torch.amp.GradScaler`: its arguments come first and mean the same.
-    The others are given by keyword:
+    A drop-in replacement for `torch.amp.GradScaler`: torch's arguments come first and
+    mean the same.  The others are keyword-only:
 
     Args:
-        policy: what moves the scale: None for torch's rule with the arguments before
-            it, the name of a policy, or a policy object (see `buoy.policies`).
-        min_scale, max_scale: bounds of torch's rule; 2^-24 and float32's maximum if
-            not given.
-        on_stuck: "warn", "raise" or a callable that takes a `Stuck`; fires once when
+        policy: the rule that moves the scale: None for torch's rule with the arguments
+            above, the name of a policy, or a policy object (see `buoy.policies`).
+        min_scale, max_scale: bounds of torch's rule; 2^-24 and float32's maximum by
+            default.
+        on_stuck: "warn", "raise" or a callable that takes a `Stuck`; called once when
             `patience` steps in a row, or most of the last 4 x `patience`, are skipped.
-        sync: "auto" asks the device once per step of an optimizer that does not take
-            `found_inf`; "never" computes such steps and undoes them on the device.
-        model, named_parameters: where the names of parameters come from.
+        sync: "auto" reads from the device once per step of an optimizer that does not
+            take `found_inf`; "never" restores skipped steps on the device.
+        model, named_parameters: the source of parameter names in messages.
         fp16_params: "master" keeps FP32 copies of FP16 parameters and updates those;
-            "error" refuses them; None does as torch, which refuses all but fused ones.
-        strict_torch: do as torch does even where torch is wrong (see docs/torch.md).
-        trace: a file to record the run in, by rank 0, or a `buoy.trace.Recorder`.
-        process_group: the ranks that hold one scale together: a process group,
-            several, or a DeviceMesh; all ranks if not given, none for `()`.
-        on_mismatch: "raise" where ranks hold different scales or counters, or "heal"
-            by skipping that step and going on from the smallest (docs/scale-out.md).
-        skip: "independent", or "joint": if one optimizer must not step, none does
-            (see `group`).
+            "error" raises; None raises, as torch does, unless the optimizer is fused.
+        trace: a file in which rank 0 records the run, or a `buoy.trace.Recorder`.
+        process_group: the ranks that share one scale: a process group, several, or a
+            DeviceMesh; all ranks by default, none for `()`.
+        norm_group: the process group over which the norms of plain parameters that
+            are not replicas are summed, or a function from a parameter to it.
+        skip: "independent", or "joint": if one optimizer's step is skipped, all are.
         spike_guard: "skip" or "clip" steps whose norm is an outlier, or a `SpikeGuard`.
 
     Example:
@@ -105,102 +101,88 @@ class GradScaler(Persisting):
         min_scale: float | None = None,
         max_scale: float | None = None,
         on_stuck: OnStuck = "warn",
-        patience: int = 50,
+        patience: int = PATIENCE,
         sync: Literal["auto", "never"] = "auto",
         model: torch.nn.Module | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         fp16_params: Fp16Params | None = None,
-        strict_torch: bool = False,
         trace: "str | os.PathLike[str] | Recorder | None" = None,
         process_group: ProcessGroups = None,
-        on_mismatch: Literal["raise", "heal"] = "raise",
-        skip: groups.Skip = "independent",
+        norm_group: NormGroup = None,
+        skip: Literal["independent", "joint"] = "independent",
         spike_guard: Literal["skip", "clip"] | SpikeGuard | None = None,
     ) -> None:
-        made_with = {k: v for k, v in locals().items() if k not in _NOT_INHERITED}
-        given = {name: made_with[name] for name in options.DEFAULTS}
-        if enabled:
-            options.check(given, strict=strict_torch)
-        super().__init__(device, **given, enabled=enabled)
-        self._made_with, self._strict = made_with, strict_torch
-        self._last, self._gates, self._reports = None, [], {}
-        self._untold = self._recorder = None
-        alone = strict_torch and process_group is None
-        self._ranks, self._piped = Ranks(() if alone else process_group), False
-        self._open(joint=groups.joint(skip), guard=spikes.spike_guard(spike_guard))
-        if self._enabled:
-            self._settle_in(given, made_with)
-            self._names = Names(model, named_parameters)
-            if trace is not None:
-                self._record(trace)
-
-    def _settle_in(self, given: dict[str, Any], made_with: dict[str, Any]) -> None:
-        """Set up what a scaler has that is not switched off."""
-        low, high = made_with["min_scale"], made_with["max_scale"]
-        policy = made_with["policy"]
-        self._rule = options.rule(
-            policy, given, low=low, high=high, strict=self._strict
+        options = Options(
+            device=device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            policy=policy,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            on_stuck=on_stuck,
+            patience=patience,
+            sync=sync,
+            fp16_params=fp16_params,
+            skip=skip,
+            spike_guard=spike_guard,
         )
-        if policy is not None:
-            self._init_scale = float(self._rule.known(self) or 1.0)
-        self._never_sync = options.never_syncs(made_with["sync"])
-        self._heals = options.heals(made_with["on_mismatch"])
-        self._halves = Halves(made_with["fp16_params"])
-        self._watch = Watch(made_with["on_stuck"], made_with["patience"])
-        self._turn = 0
-        self._begin()
-        if made_with["device"] == "cpu":
+        names = Names(model, named_parameters) if enabled else Names()
+        self._assemble(options, names, Agreement(process_group, norm_group))
+        if self._enabled and trace is not None:
+            feature("record").record(self, trace)
+
+    def _assemble(self, options: Options, names: Names, agreement: Agreement) -> None:
+        """Create every attribute; also for copies, scale groups and pickles."""
+        self._options, self._names, self._agreement = options, names, agreement
+        self._rule = options.scale()
+        TorchGradScaler.__init__(self, **options.of_torch())
+        self._iteration = Iteration()
+        self._log = StepLog(names, options.on_stuck, options.patience, agreement)
+        self._hooks = Hooks(self, [])
+        if not self._enabled:
+            del self._rule  # as in torch, whose numbers do not exist either
+            return
+        self._init_scale = self._rule.init_scale
+        self._per_optimizer_states = defaultdict(Work)
+        self._hooks = Hooks(self, default_extensions(options))
+        fp16 = feature("masters").Fp16Parameters(options.fp16_params)
+        parts = self._rule, agreement, names, self._hooks, self._iteration, fp16
+        self._survey = Surveyor(*parts)
+        if options.device == "cpu":
             backend.self_test(torch.device("cpu"))
 
-    def _open(self, *, joint: bool, guard: SpikeGuard | None) -> None:
-        """Set up what lies beyond one scale for one optimizer."""
-        self._groups, self._waiting, self._guards, self._parts = {}, {}, [], {}
-        self._unclaimed = {}
-        self._parent, self._name, self._window, self._origins = None, "", None, None
-        self._joint = Joint() if joint else None
-        self._spikes = None if guard is None else spikes.Spikes(guard)
-        self._extended = joint or guard is not None
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options and the state dict, for a pickle or a copy."""
+        if self._enabled and self._per_optimizer_states:
+            raise errors.mid_iteration()
+        groups = self._hooks.find("groups")
+        own = {"options": self._options, "state": self.state_dict()}
+        own["groups"] = {} if groups is None else groups.options()
+        return {**own, "agreement": self._agreement, "extra": self._extra()}
 
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or every tensor of an iterable, by the scale."""
-        if not self._enabled:
-            return outputs
-        if not isinstance(outputs, torch.Tensor):
-            return scaled(self, outputs)
-        if torch.compiler.is_compiling():
-            return traced.scale(self, outputs)
-        self._scalings += 1
-        scale = self._scale
-        if scale is None:
-            self._lazy_init_scale_growth_tracker(outputs.device)
-            scale, _ = self._check_scale_growth_tracker("scale")
-        if backend.transforming():  # its tensors mean nothing once it is over
-            return outputs * scale.to(outputs.device, non_blocking=True)
-        if self._window is not None:
-            self._window.begin()
-        if self._guide.fresh or self._per_optimizer_states:
-            self._notice(outputs)
-        if outputs.numel() == 1 and not outputs.is_meta:
-            self._losses.append(backend.noted(outputs))
-            if "loss" in self._rule.wants:
-                self._foresee(outputs.reshape(()))
-        if scale.device != outputs.device:
-            scale = scale.to(device=outputs.device, non_blocking=True)
-        scaled_loss = outputs * scale
-        if self._origins is not None:
-            may_read = not self._never_sync
-            self._origins.follow(self._name, scaled_loss, may_read=may_read)
-        if self._window is not None:
-            self._window.follow(scaled_loss)
-        return scaled_loss
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._assemble(state["options"], Names(), state["agreement"])
+        self.__dict__.update(state["extra"])
+        for name, options in state["groups"].items():
+            feature("groups").restore(self, name, options)
+        if self._enabled:
+            self.load_state_dict(state["state"])
+
+    def _extra(self) -> dict[str, Any]:
+        """Return the attributes that a subclass or a user has added."""
+        own = vars(TorchGradScaler("cpu")).keys() | TorchContract.__annotations__.keys()
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def loss_fn(
         self, function: Callable[..., torch.Tensor]
     ) -> Callable[..., torch.Tensor]:
-        """Wrap the loss function of a pipeline's schedule; call it on every stage.
+        """Wrap the loss function of a pipeline schedule; call it on every stage.
 
-        The schedule's losses stay what they are; gradients that flow out of them are
-        multiplied by the scale.  Then `step` and `update` as always, on every stage.
+        The schedule's losses do not change; the gradients that flow out of them are
+        multiplied by the scale.  Call `step` and `update` on every stage as usual.
 
         Example:
             >>> scaler = GradScaler("cpu", init_scale=8.0)
@@ -211,150 +193,207 @@ class GradScaler(Persisting):
             >>> loss.item(), output.grad.item()
             (1.0, 16.0)
         """
-        self._piped = True
-        return scaled_loss(self, function) if self._enabled else function
-
-    def _notice(self, loss: torch.Tensor) -> None:
-        """Look at a loss that comes too late, or that is one of the first."""
-        if self._per_optimizer_states:
-            self._expect_another()
-        if self._guide.fresh:
-            self._assumed = False
-            self._guide.first_loss(self, loss)
-
-    def _met(self, loss: torch.Tensor) -> torch.Tensor:
-        """Take note of a loss; give the scale on its device."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(loss.device)
-        self._notice(loss)
-        self._losses.append(backend.noted(loss))
-        return self._home_scale().to(loss.device, non_blocking=True)
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide this optimizer's gradients by the scale, once, and check them."""
         if not self._enabled:
-            return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        record = self._per_optimizer_states[id(optimizer)]
-        if record["stage"] is not OptState.READY:
-            self._refuse_unscale(record, "unscale_")
-        if len(self._per_optimizer_states) > 1:
-            self._refuse_alias(optimizer, record)
-        if "multiplier" in record:
-            self._refuse_changed(record, "unscale_")
-            self._write_multiplier(optimizer, record)
-            return
-        found = torch.zeros_like(scale)
-        flags = self._unscale_grads_(optimizer, self._inverse(scale), found, False)
-        self._agree(record, flags)
-        record["stage"] = OptState.UNSCALED
-        record["groups"] = optimizer.param_groups
-        if not self._strict and "stepping" not in record:
-            record["looked"] = Look(optimizer)
+            return function
+        self._iteration.in_schedule = True
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> float | None:
-        """Unscale if that has not been done, and step if every gradient is finite.
+        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = function(*args, **kwargs)
+            self._note_loss(loss)
+            scale: Any = self._rule.tensor
+            return scale_gradient(loss, scale.to(loss.device))
 
-        With a closure, as LBFGS and SAM need one, each of its evaluations is scaled,
-        checked and unscaled; it returns the loss, or scales and calls `backward` itself
-        (see docs/closures.md).
+        return wrapped
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Raise: `Join([model, scaler])` is not supported."""
+        message = (
+            "A scaler cannot take part in torch.distributed's Join: a rank without "
+            "data would have to repeat what the other ranks do. Pass equally many "
+            "batches to every rank, or let a rank without data run a last batch with "
+            "a loss of zero (`model(batch).sum() * 0`)."
+        )
+        raise OptionError(message)
+
+    # -- clipping ----------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip the total norm of the unscaled gradients; return the norm before it.
+
+        Call it between `backward()` and `step`, instead of `unscale_` and
+        `torch.nn.utils.clip_grad_norm_`.  For an optimizer that takes `grad_scale`
+        no gradient is written: clipping is part of `grad_scale`.  For others one
+        multiplication unscales and clips.  The norm is inf or NaN if the step will be
+        skipped; it is a tensor, and reading it waits for the device.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+            >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+            >>> scaler = GradScaler("cpu")
+            >>> scaler.scale((weight**2).sum()).backward()
+            >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
+            tensor(10.)
         """
+        order, error = float(norm_type), error_if_nonfinite
         if not self._enabled:
-            result: float | None = closures.plain_step(optimizer, args, kwargs)
-            self._report_unscaled(optimizer)
-            return result
-        if (args or kwargs) and closures.wanted(self, args, kwargs):
-            return closures.step(self, optimizer, args, kwargs)
+            return clip_as_torch(optimizer, max_norm, order, error=error)
+        check_threshold("max_norm", max_norm)
         if torch.compiler.is_compiling():
-            return traced.step(self, optimizer)
-        self._check_scale_growth_tracker("step")
-        record = self._per_optimizer_states[id(optimizer)]
-        if record["stage"] is OptState.STEPPED:
-            raise words.step_twice()
-        if len(self._per_optimizer_states) > 1:
-            self._refuse_alias(optimizer, record)
-        self._guide.before_step(self, optimizer)
-        if "looked" in record:
-            self._refuse_changed(record, "step")
-        scale = self._frozen_scale()
-        if self._window is not None:
-            raise words_beyond.window_open("step")
-        if self._extended:
-            self._prepare(optimizer, record)
-        if can_be_told(optimizer):
-            result = apply.handed_over(self, optimizer, record, args, kwargs)
-        else:
-            if record["stage"] is OptState.READY:
-                record["stepping"] = True
+            norm: torch.Tensor = compiled().clip(
+                self, optimizer, max_norm, order, error
+            )
+            return norm
+        if self._agreement.active:
+            check_norm_order(order)
+        work = self._work(optimizer, "clip_grad_norm_")
+        ready = work["stage"] is OptState.READY
+        if ready and (is_foreign(self._unscale_grads_) or is_foreign(self.unscale_)):
+            self.unscale_(optimizer)
+        return self._survey.clip(work, max_norm, order, error=error)
+
+    def clip_grad_value_(self, optimizer: Any, clip_value: float) -> None:
+        """Clamp every unscaled gradient to [-clip_value, clip_value].
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.2]))
+            >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+            >>> scaler = GradScaler("cpu")
+            >>> scaler.scale((weight**2).sum()).backward()
+            >>> scaler.clip_grad_value_(optimizer, 1.0)
+            >>> weight.grad
+            tensor([1.0000, 0.4000])
+        """
+        check_threshold("clip_value", clip_value)
+        coalesce_sparse_(gather(optimizer))
+        if self._enabled:
+            work = self._work(optimizer, "clip_grad_value_")
+            if work["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            self._settle(record)
-            if not record["found_inf_per_device"]:
-                self._report(optimizer, record, scale).judged(Verdict.NO_GRADS)
-                raise words.no_gradients(self._guide.why_no_gradients(optimizer))
-            result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
-        record["stage"] = OptState.STEPPED
-        record.pop("looked", None)
-        self._report(optimizer, record, scale)
+        limit = float(clip_value)
+        with torch.no_grad():
+            for _, _, grads in gather(optimizer).buckets:
+                torch._foreach_clamp_min_(grads, -limit)
+                torch._foreach_clamp_max_(grads, limit)
+
+    @property
+    def last_step(self) -> LastStep | None:
+        """The outcome of the last step; None before the first."""
+        if self._log.compiled is not None:
+            compiled().report(self)
+        return self._log.last
+
+    def last_step_of(self, optimizer: Any) -> LastStep | None:
+        """Return the outcome of this optimizer's last step; None before the first."""
+        _ = self.last_step  # reads a compiled step, if there was one
+        outcome = self._log.by_optimizer.get(id(optimizer))
+        return outcome if outcome and outcome.optimizer is optimizer else None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that moves the scale."""
+        return self._rule.policy if self._enabled else NoScaling()
+
+    @property
+    def trace(self) -> "Recorder | None":
+        """The recorder; None if the run is not recorded, or by another rank."""
+        found = self._hooks.find("record")
+        return None if found is None else found.recorder
+
+    @property
+    def spikes(self) -> int:
+        """The number of steps that the spike guard has skipped or clipped."""
+        found = self._hooks.find("spikes")
+        return 0 if found is None else found.count()
+
+    def attach(self, extension: Extension) -> None:
+        """Attach an extension, whose hooks are called in every iteration."""
+        self._hooks.add(extension)
+
+    def gate(
+        self,
+        *things: Any,
+        optimizer: Any = None,
+        advance_on: AdvanceOn = "applied",
+    ) -> None:
+        """Advance schedulers, averages and counters in `update`.
+
+        Each is a callable, or has a `step()` or an `update()`.  It is called after
+        applied steps, or after all steps with `advance_on="attempted"`.  One that
+        belongs to an optimizer follows its steps; others follow all optimizers.  With
+        an optimizer that takes `found_inf` this reads the device once per update.
+
+        Example:
+            >>> GradScaler("cpu").gate(lambda: print("moved"))
+        """
+        self._log.gates += make_gates(things, optimizer, advance_on)
+
+    def group(self, name: str, **options: Any) -> Self:
+        """Return the scale group of this name; create it if there is none.
+
+        A scale group is a scaler with its own scale.  Call `update` on this scaler
+        only: it updates every scale group that stepped.  Options (`init_scale`, ...)
+        are copied from this scaler unless passed with the first call (docs/groups.md).
+        """
+        made: Self = feature("groups").group(self, name, options)
+        return made
+
+    def backward(
+        self,
+        losses: Mapping[str, torch.Tensor],
+        *optimizers: Any,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add up the gradients of the losses of several scale groups.
+
+        Each loss is scaled by its scale group; its gradients are checked and unscaled
+        before they are added.  Then clip and step with this scaler, not a scale group.
+        """
+        feature("joint").backward(self, losses, optimizers, retain_graph=retain_graph)
+
+    def run(self, step_fn: Callable[[], _R], *optimizers: Any, **options: Any) -> _R:
+        """Run a step; if its scale was too high, run it again at a lower scale.
+
+        `step_fn` computes the loss, scales it and calls `backward()`, and may clip.
+        `run` then steps and updates, unless `step_fn` did.  Options: `modules`,
+        `retries`, `retry_on`, `generators` (docs/retry.md).
+        """
+        result: _R = feature("rerun").run(self, step_fn, optimizers, options)
         return result
 
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale; call it once per iteration, after all have stepped."""
-        if not self._enabled:
-            for gate in self._gates:
-                gate.advance()
-            return
-        if torch.compiler.is_compiling():
-            traced.update(self)
-            return
-        if self._window is not None:
-            raise words_beyond.window_open("update")
-        if self._parent is not None:
-            raise words_beyond.group_update(self._name)
-        if self._joint is not None or self._guards:
-            self._decide_together()
-        if self._groups:
-            self._update_family(new_scale)
-        else:
-            self._update_alone(new_scale)
+    def guard(self, *models: torch.nn.Module) -> None:
+        """Restore the buffers of these models when their step is skipped.
 
-    def _update_alone(self, new_scale: float | torch.Tensor | None) -> None:
-        self._check_scale_growth_tracker("update")
-        evidence = None
-        if new_scale is not None:
-            self._set_scale(new_scale)
-        else:
-            evidence = self._evidence()
-        try:
-            if self._healing is not None:
-                agree.heal(self, *self._healing)
-            elif evidence is not None:
-                self._rule.move(self, evidence)
-            self._conclude(evidence)
-        finally:
-            self._scalings = 0
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        `update` restores the values from before the iteration's first forward pass in
+        training mode, without a host read (docs/retry.md).
+        """
+        feature("accumulate").guard(self, models)
 
-    def _evidence(self) -> Evidence:
-        """Put together what all optimizers of this iteration showed."""
-        states = self._per_optimizer_states
-        if len(states) == 1 and not self._rule.wants:  # the case to be quick about
-            (record,) = states.values()
-            flags = record["found_inf_per_device"]
-            found = flags.get(self._home())
-            plain = found is not None and len(flags) == 1 and not found.dim()
-            if plain and "pending" not in record and "own" not in record:
-                return Evidence(found, record.get("finite"))
-        for record in states.values():
-            self._settle(record)
-        records = [record for record in states.values() if apply.own(record)]
-        if not records:
-            raise words.nothing_recorded()
-        home = self._home()
-        found = apply.total([apply.own(record) for record in records], home)
-        outcomes = [apply.outcome(record, home) for record in records]
-        finite = None if None in outcomes else all(outcomes)
-        if not self._rule.wants:
-            return Evidence(found, finite)
-        return Evidence(found, finite, **apply.largest(records))
+    def accumulate(self, n: int, *optimizers: Any) -> Any:
+        """Accumulate up to `n` micro-batches; drop only those that overflow.
+
+        In the `with` block, call `window.backward(loss)` once per micro-batch.  After
+        it `.grad` holds the unscaled sum: clip, step and update (docs/retry.md).
+        """
+        return feature("accumulate").accumulate(self, n, optimizers)
+
+    def measure_underflow(self, step_fn: Callable[[], Any], **options: Any) -> Any:
+        """Measure the share of gradient values that underflow at the current scale.
+
+        Runs the forward and backward pass of one batch twice, as is and in FP32, and
+        compares value by value; training is not affected (docs/diagnose.md).
+        """
+        diagnose = import_module("buoy.diagnose.underflow")
+        return diagnose.measure_underflow(self, step_fn, **options)
+
+    def doctor(self) -> Any:
+        """Observe training in a `with` block, and report mistakes.
+
+        Returns a `buoy.diagnose.Doctor`; print it after the block (docs/doctor.md).
+        """
+        return import_module("buoy.diagnose.doctor").Doctor()

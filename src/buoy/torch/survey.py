@@ -1,221 +1,332 @@
-"""The one look at the gradients: are they finite, how large, and which are not.
+"""Inspect one optimizer's gradients: check, norm, agreement of ranks, clipping.
 
-Every function takes what `gather` found and returns 0-d tensors on the scale's device;
-nothing is read on the host.
+A `Surveyor` gathers the gradients, reads them once, and combines the findings of all
+ranks.  It keeps one multiplier, which unscales and clips, until the multiplier is
+applied to `.grad` or passed to the optimizer.
+
+    clip -> norm -> survey_norm -> gather, inspect      first norm, of scaled gradients
+                                -> agree, settle         one all-reduce of the findings
+                 -> _remeasure_norm                      a further norm of another order
+         -> write                                        unless the optimizer unscales
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy.torch.gather import Bucket, Gathered, gather, owners
+from buoy._backends.torch.gradients import (
+    Gathered,
+    coalesce_sparse_,
+    gather,
+    magnitudes,
+    multiply_,
+    parameters_of,
+    take_survey,
+)
+from buoy._backends.torch.rank_norms import RankGradients
+from buoy._core.step import MEASUREMENTS, clip_factor
+from buoy.torch import errors
+from buoy.torch.distributed import Agreed, Agreement, Findings, LocalResult
+from buoy.torch.hooks import Hooks
+from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
+from buoy.torch.names import Names
+from buoy.torch.optimizers import unscales
+from buoy.torch.policy_state import Evidence
+from buoy.torch.scale import Scale
 
-__all__ = [
-    "Survey",
-    "check",
-    "clipping",
-    "largest",
-    "measure",
-    "offenders",
-    "seen_by_host",
-    "underflow",
-    "unscale",
-]
-
-
-class Survey(NamedTuple):
-    """What the gradients showed.  Numbers are of the scaled gradients."""
-
-    found: torch.Tensor  # float32 []: 1 if any would not be finite after unscaling
-    norm: torch.Tensor | None = None  # float []: of all, exact where finite
-    # float []: of each, in order of the owners; stacked where that was done anyway
-    parts: tuple[torch.Tensor, ...] | torch.Tensor = ()
-    amax: torch.Tensor | None = None  # float32 []: the largest magnitude
+__all__ = ["Surveyor", "clip_as_torch"]
 
 
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
-_TINY = 1e-6  # torch's own guard against dividing by zero
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-_LARGE = 8192  # elements per gradient from which on summing beats the amp kernel
+class Surveyor:
+    """Inspects gradients for one scaler; holds its parts, not the scaler itself."""
 
+    def __init__(
+        self,
+        rule: Scale,
+        agreement: Agreement,
+        names: Names,
+        hooks: Hooks,
+        iteration: Iteration,
+        fp16: Any,
+    ) -> None:
+        self.rule, self.agreement, self.names = rule, agreement, names
+        self.hooks, self.iteration, self.fp16 = hooks, iteration, fp16
 
-def seen_by_host(number: torch.Tensor) -> float | None:
-    """Tell a number's value if the host can see it without asking a device.
+    # -- inspecting --------------------------------------------------------------------
 
-    Everything below works without: on a device that has to be asked, more is computed
-    instead of deciding.
-    """
-    return backend.peek(number) if backend.in_host_memory(number) else None
+    def gather(self, work: Work, *, allow_fp16: bool) -> Gathered:
+        """Collect the gradients that are about to be inspected."""
+        self.fp16.prepare(work.optimizer, self.names)
+        for hook in self.hooks.before_look:
+            hook(work)
+        gathered = work.gathered = gather(work.optimizer)
+        work.freshness = Freshness(work.optimizer, gathered)
+        if not gathered.plain and gathered.half:
+            self.fp16.check(work.optimizer, self.names, allow=allow_fp16)
+        return gathered
 
+    def inspect(self, work: Work, inverse: torch.Tensor, order: float | None) -> None:
+        """Check gathered gradients, compute a norm, measure what the policy wants."""
+        gathered: Any = work.gathered
+        due = self._due()
+        work.survey = survey = take_survey(
+            gathered if order is None else magnitudes(gathered, order),
+            inverse,
+            order=order,
+            amax="amax_log2" in due,
+            safe=self.rule.now().safe,
+        )
+        work.amax = survey.amax
+        if gathered.grads and due:
+            work.measured = {
+                name: backend.MEASURE[name](gathered.buckets, inverse.device)
+                for name in due
+                if name in backend.MEASURE
+            }
+            if survey.amax is not None:
+                work.measured["amax_log2"] = survey.amax
+        for hook in self.hooks.looked:
+            hook(work)
 
-def _exceeds_one(factor: torch.Tensor) -> bool:
-    """Say whether a factor may be above 1: no only if the host sees that it is not."""
-    seen = seen_by_host(factor)
-    return seen is None or not seen <= 1.0
+    def _due(self) -> list[str]:
+        """Return the names of the measurements that are due in this iteration."""
+        turn, wants = self.rule.turn, self.rule.wants
+        return [n for n, one in MEASUREMENTS.items() if n in wants and one.due(turn)]
 
+    def check(self, work: Work) -> Flags:
+        """Check without writing, for optimizers that unscale themselves."""
+        with backend.NoGrad():
+            gathered = self.gather(work, allow_fp16=True)
+            self.inspect(work, self.rule.now().inverse, None)
+        survey = work.survey
+        if survey is None or not gathered.grads:
+            return {}
+        return {survey.found.device: survey.found}
 
-def unscale(
-    buckets: list[Bucket],
-    inverse: dict[torch.device, torch.Tensor],
-    found: dict[torch.device, torch.Tensor],
-    *,
-    check_result: bool,
-) -> None:
-    """Check and unscale in one pass; check again what a scale below 1 made of it."""
-    for device, _, grads in buckets:
-        flag, factor = found[device], inverse[device]
-        backend.check_and_multiply_(grads, flag, factor)
-        if check_result and _exceeds_one(factor):
-            backend.check_and_multiply_(grads, flag, torch.ones_like(factor))
+    # -- ranks -------------------------------------------------------------------------
 
+    def agree(self, work: Work, flags: Flags, norm: Any = None) -> None:
+        """Store this rank's findings, and start the all-reduce of them."""
+        work["found_inf_per_device"] = flags
+        if self.agreement.active:
+            self.foresee(None)
+            work.pending = self._launch(work, flags, norm)
 
-def check(
-    gathered: Gathered, inverse: torch.Tensor, *, check_result: bool
-) -> dict[torch.device, torch.Tensor]:
-    """Check without writing, for optimizers that unscale by themselves."""
-    found: dict[torch.device, torch.Tensor] = {}
-    for bucket in gathered.buckets:
-        factor = inverse.to(bucket.device, non_blocking=True)
-        if bucket.device.type != "cpu" or (check_result and _exceeds_one(factor)):
-            flag = backend.nonfinite(backend.amax(bucket.grads) * factor).float()
+    def _launch(
+        self, work: Work, flags: Flags, norm: Any = None, doing: str | None = None
+    ) -> LocalResult:
+        now, tracker = self.rule.now(), self.rule.tracker
+        home = now.tensor.device
+        flag = combined(flags, home)
+        zero = torch.zeros((), dtype=torch.float32, device=home)
+        found = work.measured
+        measured = {n: backend.scalar(found.get(n, zero), home) for n in self._due()}
+        findings = Findings(
+            found=zero if flag is None else flag,
+            measured=measured,
+            scale=now.tensor,
+            tracker=zero if tracker is None else tracker,
+            turn=self.rule.turn,
+            has_grads=flag is not None,
+            has_loss=not self.iteration.assumed,
+            norm=norm,
+        )
+        return self.agreement.launch(findings, doing=doing)
+
+    def settle(self, work: Work) -> None:
+        """Wait for the findings of the other ranks; ask the policy for a veto."""
+        pending, work.pending = work.pending, None
+        if pending is not None:
+            self._adopt(work, pending.wait())
+        if self.rule.run is not None and work["stage"] is not OptState.STEPPED:
+            self._veto(work)
+
+    def _adopt(self, work: Work, agreed: Agreed) -> None:
+        """Replace this rank's findings by those of all ranks."""
+        if agreed.differs is not None:
+            self.iteration.differs = work.differs = agreed.differs
+            work.mismatch = agreed.mismatch
+        if not agreed.has_loss:
+            raise errors.before_scale("step")
+        found = {agreed.found.device: agreed.found} if agreed.has_grads else {}
+        work["found_inf_per_device"] = found
+        work.measured = dict(agreed.measured)
+        if agreed.norm is not None and agreed.has_grads:
+            work.norm = (agreed.norm * self.rule.now().inverse).float()
+
+    def foresee(self, loss: torch.Tensor | None) -> None:
+        """Pass this iteration's first loss, the largest of all ranks, to the policy."""
+        rule = self.rule
+        if "loss" not in rule.wants or rule.foreseen:
+            return
+        if self.agreement.active:
+            if self.iteration.in_schedule:
+                return  # other stages would not join this all-reduce
+            loss = self._largest_loss(loss)
+        if loss is not None:
+            rule.foresee(loss)
+
+    def _largest_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the largest |loss| of all ranks; ranks without a loss join, too."""
+        home = self.rule.now().tensor.device
+        own = torch.full((), -1.0, dtype=torch.float32, device=home)
+        if loss is not None:
+            own = loss.detach().float().abs().to(home, non_blocking=True)
+        agreed = self.agreement.largest(own, "loss")
+        self.rule.foreseen = True
+        if backend.in_host_memory(agreed) and backend.read_host_memory(agreed) < 0:
+            return None
+        return agreed.abs()
+
+    # -- clipping ----------------------------------------------------------------------
+
+    def norm(self, work: Work, order: float) -> torch.Tensor | None:
+        """Return the unscaled norm, as clipped so far; measure again only if needed."""
+        if work.multiplier is None:
+            self.survey_norm(work, order)
+        norm = work.norm if work.clipped_norm is None else work.clipped_norm
+        if work.order == order or work.multiplier is None:
+            return norm
+        work.order = order
+        with_scale = self._remeasure_norm(work, order)
+        return None if with_scale is None else (with_scale * work.multiplier).float()
+
+    def survey_norm(self, work: Work, order: float) -> None:
+        """Inspect the scaled gradients once; store norm, flag and multiplier."""
+        now = self.rule.now()
+        gathered = self.gather(work, allow_fp16=unscales(work.optimizer))
+        if not gathered.plain and coalesce_sparse_(gathered):
+            gathered = work.gathered = gather(work.optimizer)
+        if not (gathered.grads or self.agreement.active):
+            return
+        self.inspect(work, now.inverse, order)
+        survey: Any = work.survey
+        flags = {now.tensor.device: survey.found} if gathered.grads else {}
+        shared = self._shared_norm(work, order) if self.agreement.active else None
+        work.order, work.multiplier = order, now.inverse
+        if shared is not None:
+            self.agree(work, flags, shared)
+            self.settle(work)
         else:
-            flag = _check_on_cpu(bucket)
-        held = found.get(bucket.device)
-        found[bucket.device] = flag if held is None else torch.maximum(held, flag)
-    return found
+            work["found_inf_per_device"] = flags
+            work.norm = (survey.norm * now.inverse).float()
+        for hook in self.hooks.norm_taken:
+            hook(work)
+
+    def _remeasure_norm(self, work: Work, order: float) -> torch.Tensor | None:
+        """Compute another norm of gradients that were inspected before."""
+        gathered = work.gathered = gather(work.optimizer)
+        one = torch.ones((), dtype=torch.float32, device=self.rule.now().tensor.device)
+        again = Work()
+        again.optimizer, again.gathered = work.optimizer, gathered
+        again.survey = take_survey(magnitudes(gathered, order), one, order=order)
+        if not self.agreement.active:
+            return again.survey.norm
+        self.settle(work)
+        flags = {one.device: again.survey.found} if gathered.grads else {}
+        norm = self._shared_norm(again, order)
+        doing = "largest" if order == math.inf else "norm"
+        agreed = self._launch(again, flags, norm, doing).wait()
+        if agreed.differs is not None and work["found_inf_per_device"]:
+            self.iteration.differs = agreed.differs
+            work["found_inf_per_device"] = {agreed.found.device: agreed.found}
+        return agreed.norm
+
+    def _shared_norm(self, work: Work, order: float) -> Any:
+        """Return this rank's contribution to the norm over all ranks."""
+        gathered: Any = work.gathered
+        survey: Any = work.survey
+        measured = RankGradients(
+            parameters_of(work.optimizer),
+            gathered.params,
+            gathered.grads,
+            survey.parts,
+            order,
+            survey.norm,
+        )
+        return self.agreement.measure(measured, self.names.model)
+
+    def clip(
+        self, work: Work, max_norm: Any, order: float, *, error: bool
+    ) -> torch.Tensor:
+        """Clip by the unscaled norm; return the norm before clipping.
+
+        One multiplier unscales and clips gradients that are still scaled.  It is
+        applied to `.grad` unless the optimizer unscales itself.
+        """
+        with backend.NoGrad():
+            if work["stage"] is OptState.UNSCALED:
+                return self._clip_unscaled(work, max_norm, order, error=error)
+            norm = self.norm(work, order)
+            if norm is None:
+                return torch.zeros_like(self.rule.now().tensor)
+            factor = clip_factor(norm, max_norm, backend.ops())
+            multiplier: Any = work.multiplier
+            work.multiplier, work.clipped_norm = multiplier * factor, norm * factor
+            if not unscales(work.optimizer):
+                self.write(work)
+        if self.iteration.scalings > 1 and work.freshness is not None:
+            work.freshness.expect_backward()  # the pass of one loss may come later
+        if error:
+            _refuse_nonfinite(norm, order)
+        return norm
+
+    def _clip_unscaled(
+        self, work: Work, max_norm: Any, order: float, *, error: bool
+    ) -> torch.Tensor:
+        """Clip gradients that are already unscaled."""
+        if not self.agreement.active:
+            norm = clip_as_torch(work.optimizer, max_norm, order, error=error)
+        else:
+            norm = self.unscaled_norm(work, order)
+            if error:
+                _refuse_nonfinite(norm, order)
+            factor = clip_factor(norm, max_norm, backend.ops())
+            multiply_(gather(work.optimizer), factor)
+        work.norm = norm if work.norm is None else work.norm
+        return norm
+
+    def unscaled_norm(self, work: Work, order: float) -> torch.Tensor:
+        """Return the norm of gradients that are already unscaled."""
+        norm = self._remeasure_norm(work, order)
+        home = self.rule.now().tensor.device
+        none = torch.zeros((), dtype=torch.float32, device=home)
+        return none if norm is None else norm.float()
+
+    def write(self, work: Work) -> None:
+        """Apply the multiplier to `.grad`: unscale and clip in place."""
+        multiplier, work.multiplier = work.multiplier, None
+        work["stage"] = OptState.UNSCALED
+        if multiplier is not None:
+            with backend.NoGrad():
+                multiply_(gather(work.optimizer), multiplier)
+
+    def _veto(self, work: Work) -> None:
+        """Skip a finite step that the policy would not apply."""
+        run, home = self.rule.run, self.rule.now().tensor.device
+        found = combined(work["found_inf_per_device"], home)
+        if found is None or run is None:
+            return
+        allowed = run.allows(Evidence(found, None, work.measured))
+        if allowed is not True:
+            flag = torch.as_tensor(allowed, device=home).logical_not().float()
+            work.veto(flag, home)
 
 
-def _check_on_cpu(bucket: Bucket) -> torch.Tensor:
-    _, dtype, grads = bucket
-    flag = torch.zeros_like(_ONE)
-    plain = dtype is torch.float32 and type(grads[0]) is torch.Tensor
-    if plain and sum(map(_numel, grads)) > _LARGE * len(grads):
-        total = seen_by_host(torch.stack(backend.sums(grads)).sum())
-        if total is not None and math.isfinite(total):
-            return flag
-    backend.check_and_multiply_(grads, flag, _ONE)
-    return flag
+def _refuse_nonfinite(norm: torch.Tensor, order: float) -> None:
+    if not norm.isfinite().item():
+        raise errors.nonfinite_norm(order)
 
 
-_numel = torch.Tensor.numel
-
-
-def measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
-    """Take the norm of all gradients, and the check from it."""
-    if not gathered.grads:
-        return Survey(torch.zeros_like(inverse), torch.zeros_like(inverse))
-    home = inverse.device
-    at_home = gathered.plain and gathered.buckets[0].device == home
-    if at_home and backend.in_host_memory(inverse):
-        return _measure_plainly(gathered.grads, order, inverse)
-    parts: dict[int, torch.Tensor] = {}
-    totals, sizes = [], []
-    for _, _, grads in gathered.buckets:
-        some = backend.norms(grads, order)
-        total = backend.whole(torch.linalg.vector_norm(torch.stack(some), order))
-        total, biggest = _settled(grads, order, total)
-        totals.append(total.to(home, non_blocking=True))
-        sizes.append(biggest.to(home, non_blocking=True))
-        parts.update(zip(map(id, grads), some, strict=True))
-    norm = totals[0]
-    if len(totals) > 1:
-        norm = torch.linalg.vector_norm(torch.stack(totals), order)
-    found = _overflows(sizes, inverse)
-    ordered = tuple(parts[id(grad)] for grad in gathered.grads)
-    return Survey(found=found, norm=norm, parts=ordered)
-
-
-def _measure_plainly(
-    grads: list[torch.Tensor], order: float, inverse: torch.Tensor
-) -> Survey:
-    """Do the same for float32 in the host's memory, where the check costs nothing."""
-    parts = torch.stack(backend.norms(grads, order))
-    total = backend.whole(torch.linalg.vector_norm(parts, order))
-    norm, biggest = _settled(grads, order, total)
-    size = seen_by_host(biggest)
-    if size is None:
-        found = _overflows([biggest], inverse)
-    else:
-        times = size * backend.peek(inverse)  # NaN for 0 * inf, which fits nowhere
-        fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
-        found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
-    return Survey(found=found, norm=norm, parts=parts)
-
-
-def _settled(
-    grads: list[torch.Tensor], order: float, total: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exact total, and a number that is finite iff all elements are."""
-    if order == math.inf:
-        return total, total
-    if order <= 0.0:  # such a norm may be finite though an element is not
-        return total, _biggest(grads)
-    seen = seen_by_host(total)
-    if seen is not None:
-        if math.isfinite(seen):
-            return total, total
-        return backend.whole(backend.exact_norm(grads, order)), _biggest(grads)
-    biggest = _biggest(grads)
-    # Without float64 the norm of a finite overflow is bounded from above: such a step
-    # is clipped harder than need be, and is not called non-finite.
-    count = float(sum(grad.numel() for grad in grads))
-    bound = biggest * count ** (1.0 / order)
-    return torch.where(backend.nonfinite(total), bound, total), biggest
-
-
-def _biggest(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Find the largest magnitude on this rank, in float32 or wider; inf and NaN win."""
-    return torch.stack(backend.norms(list(map(backend.local, grads)), math.inf)).max()
-
-
-def clipping(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
-    """Give what gradients of this norm are multiplied by; 1 if it is small enough."""
-    if not isinstance(max_norm, torch.Tensor):
-        if max_norm == math.inf:
-            return torch.ones_like(norm)  # a bound of a norm may be inf: see `_settled`
-        return (max_norm / (norm + _TINY)).clamp(max=1.0)
-    return (max_norm / (norm + _TINY)).clamp(max=1.0).nan_to_num(nan=1.0)
-
-
-def _overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
-    """Say whether a size is non-finite, or would be once unscaled.  float32 [].
-
-    Each in its own dtype: no number of float64 is a limit that float32 can be held to.
-    """
-    bad = [
-        backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
-        for size in sizes
-    ]
-    return (bad[0] if len(bad) == 1 else torch.stack(bad).any()).float()
-
-
-def largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
-    """Find the largest magnitude, and the check from it."""
-    sizes = [
-        _biggest(grads).to(inverse.device, non_blocking=True)
-        for _, _, grads in gathered.buckets
-    ]
-    found = _overflows(sizes, inverse)
-    return Survey(found=found, amax=torch.stack(sizes).max().float())
-
-
-def offenders(optimizer: Any) -> list[torch.Tensor]:
-    """Find the parameters whose gradients are not finite.  Reads on the host.
-
-    Of gradients that ranks share only this rank's part is looked at: who asks may be
-    one rank alone.
-    """
-    grads = gather(optimizer).grads
-    bad = backend.read([backend.nonfinite(backend.magnitude(g)) for g in grads])
-    return [p for p, flag in zip(owners(optimizer), bad, strict=True) if flag]
-
-
-def underflow(gathered: Gathered, home: torch.device) -> torch.Tensor:
-    """Tell which share of the nonzero scaled gradients is about to underflow."""
-    shares = [
-        backend.small_share(grads).to(home, non_blocking=True)
-        for _, _, grads in gathered.buckets
-    ]
-    return torch.stack(shares).mean()
+def clip_as_torch(
+    optimizer: Any, max_norm: Any, order: float, *, error: bool
+) -> torch.Tensor:
+    """Clip as `torch.nn.utils.clip_grad_norm_` does."""
+    # Torch has no maximum of an empty tensor.
+    some = [param for param in parameters_of(optimizer) if param.numel()]
+    return torch.nn.utils.clip_grad_norm_(
+        some, max_norm, order, error_if_nonfinite=error
+    )

@@ -159,9 +159,11 @@ class Recorder:
 
     def close(self) -> None:
         """Write the rest and leave one plain file; a second time does nothing."""
-        if self._close.alive:
-            self._drain()
-        self._close()
+        try:
+            if self._close.alive:
+                self._drain()
+        finally:
+            self._close()
         self._tell()
 
     def __enter__(self) -> Self:

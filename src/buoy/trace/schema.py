@@ -1,7 +1,7 @@
 """What a recorded run looks like as an SQLite file, to the letter.
 
 A file is only read if its schema is this, word for word: views, triggers and columns
-that compute something cannot hide in one that somebody else made.
+that compute something cannot hide in a file from elsewhere.
 """
 
 __all__ = ["APPLICATION", "TABLES", "VERSION"]

@@ -160,7 +160,7 @@ def _number(value: float | None) -> float | str | None:
 
 
 def free_name(path: Path) -> Path:
-    """Make room: an earlier run's file is moved aside, a foreign one left alone.
+    """Move an earlier run's file aside; leave a foreign one alone.
 
     `run.buoy` becomes `run-1.buoy`; if it is still being written to, the new run takes
     that name instead.
@@ -185,7 +185,7 @@ def free_name(path: Path) -> Path:
 
 
 def _at_rest(path: Path) -> bool:
-    """Say whether nobody has the file open; then it is one file, without a WAL."""
+    """Return whether no process has the file open; then there is no WAL beside it."""
     file = sqlite3.connect(path, timeout=0.0)
     try:
         mode = file.execute("PRAGMA journal_mode = DELETE").fetchone()[0]

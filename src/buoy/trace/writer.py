@@ -2,7 +2,7 @@
 
 Items wait in a bounded queue; what does not fit is counted and let go.  A disk that is
 full, slow or read-only costs the trace, a sink that fails costs the sink, and each is
-told of once, by the thread that trains.
+reported once, by the thread that trains.
 """
 
 import contextlib
@@ -179,7 +179,7 @@ class Writer:
                 self._store.write(held.rows, held.snapshots, held.offenders, held.meta)
         except (sqlite3.Error, OSError, BuoyError, ValueError) as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                return self._done  # somebody holds the file: later
+                return self._done  # another process has the file open: later
             self._give_up(error)
         return True
 

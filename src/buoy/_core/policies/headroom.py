@@ -1,39 +1,40 @@
-"""Place the loss scale from the measured size of the gradients and of the loss.
+"""Set the loss scale from the measured size of the gradients and of the loss.
 
-Every classic rule learns that the scale is too high by losing a step, and that
-it is too low not at all. This one looks: at the largest gradient of the steps
-before, at the share of gradients near the bottom of the format, and at the loss
-of the very step about to be scaled. Standard library only; the rule runs
-unchanged on floats, NumPy scalars, torch tensors and JAX tracers.
+Classic rules detect a scale that is too high only by losing a step, and never a
+scale that is too low. This rule measures the largest gradient of the previous
+steps, the share of gradients near the bottom of the format, and the loss of the
+current step before it is scaled. It runs unchanged on floats, NumPy scalars,
+torch tensors and JAX tracers.
 
-Left out on purpose: rejecting outlier batches. A policy that never overflows
-applies them, so a spike guard is a part of its own.
+It does not reject outlier batches; the spike guard does.
 """
 
 import math
 from dataclasses import dataclass, field
 
 from buoy._core.checks import number, ordered, power_of_two
-from buoy._core.ops import Ops, Precision, Scalar, know_backends, ops_of
+from buoy._core.ops import Ops, Precision, Scalar, ops_of
+from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
 __all__ = ["Headroom", "HeadroomState"]
 
-# Logarithms are held as whole numbers of 1/1024 binade, so that float32 and
-# double, fused or not, compute the same state: all stay below 2^24.
+# Logarithms are to base 2, in bits: 1 bit is a factor of two (a binade). They are
+# held as whole numbers of 1/1024 bit, so that float32 and float64, fused or not,
+# compute the same state: all stay below 2^24.
 UNIT = 1024.0
 UNSET = -(2.0**21)
 
-SAFETY = 0.75 * UNIT  # margin beyond the tallest spike remembered, and half its
-SPREAD = 2.0 * UNIT  # height again, up to this: what jumps may jump further
+SAFETY = 0.75 * UNIT  # margin beyond the largest remembered spike, plus half its
+SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
 BESIDE = 1.0 * UNIT  # margin above the last step, which may be the new level
-BEYOND = 2.0 * UNIT  # how far past the limit an overflow is taken to lie
-DEAREST = 2.0 * UNIT  # margin that is kept whatever it costs
+BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
+DEAREST = 2.0 * UNIT  # margin that is kept even if gradients underflow
 FAINTEST = -256.0 * UNIT  # level at which zero gradients stop lowering it
-FADE = UNIT / 64  # by so much a step
-WILD = 256.0  # a log2 beyond this, either way, was not measured
-RETREAT = 8.0  # binades down on overflow, up on zeros: one step low beats two lost
-FAST, SLOW = 32.0, 2000.0  # steps a binade without amax, before and after overflow
+FADE = UNIT / 64  # decrease of the level per step of zero gradients
+WILD = 256.0  # a log2 of larger magnitude was not measured
+RETREAT = 8.0  # bits down on overflow, up on zeros: one low step beats two lost
+FAST, SLOW = 32.0, 2000.0  # steps per bit without amax, before and after overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class _Constants:
 
 @dataclass(frozen=True, slots=True)
 class HeadroomState:
-    """What survives a step. All plain numbers; never validated (tracers)."""
+    """The state of `Headroom`. Never validated: the fields may be tracers."""
 
     scale: Scalar  # the multiplier of the next backward pass, 2^whole
     planned: Scalar  # log2 of the scale before this step's loss was seen
@@ -59,8 +60,8 @@ class HeadroomState:
     last: Scalar  # the same of the last step alone
     loss_envelope: Scalar  # level of log2 |loss|
     last_loss: Scalar  # log2 |loss| of the step `last` comes from
-    loss: Scalar  # log2 |loss| of this step, UNSET until foreseen
-    margin: Scalar  # learned: how far single steps stick out of the envelope
+    loss: Scalar  # log2 |loss| of this step, UNSET before `foresee`
+    margin: Scalar  # learned: how far single steps exceed the envelope
     free: Scalar  # margin that costs no underflow
     overflows: Scalar  # in a row
     clean: Scalar  # finite steps since the scale moved; only without amax
@@ -73,10 +74,10 @@ class Headroom:
     All in log2; a = largest unscaled gradient, l = |loss|, k = scale used::
 
         before backward:
-            k = planned - floor(l - L)   if the loss is a binade above its level L
+            k = planned - floor(l - L)   if the loss is 1 above its level L
         finite step:
             L = max(min(l, last l), L released towards l)
-            a, last a: less what l, last l stick out above L (the loss says so)
+            a, last a: less what l, last l exceed L by (the loss shows it)
             E = max(min(a, last a), E released towards a)
             margin = max(margin - a little, spike + 0.75 + min(spike / 2, 2))
                 with spike = last a - max(a, E)
@@ -85,12 +86,12 @@ class Headroom:
             planned = floor(max_log2 - max(E + max(margin, free), a + 1))
         overflow:
             planned = k - 8, and the first in a row counts as a = max_log2 - k + 2
-            with 1 more margin; the next finite step says whether it was a spike
+            with 1 more margin; the next finite step shows whether it was a spike
         all gradients zero:
-            planned = k + 8 while nothing is known, else E released
+            planned = k + 8 before the first measurement, else E released
 
-    Two steps in a row move a level, one alone only the margin: a spike does not
-    push the scale down for long, and a lasting jump is followed at once.
+    Two steps in a row move a level, a single step only the margin: a spike does not
+    lower the scale for long, and a lasting jump is followed at once.
 
     Example:
         >>> policy = Headroom()
@@ -103,10 +104,10 @@ class Headroom:
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**64
     max_log2: float = math.log2(65504.0)  # of the format's largest number
-    max_margin: float = 11.0  # binades, learned from spikes and overflows
-    free_margin: float = 8.0  # binades, while nothing underflows
-    free_share: float = 1e-6  # of gradients lost, still called nothing
-    cost_share: float = 1e-5  # of gradients lost, too dear for a margin
+    max_margin: float = 11.0  # bits, learned from spikes and overflows
+    free_margin: float = 8.0  # bits, while nothing underflows
+    free_share: float = 1e-6  # of gradients lost, counted as none
+    cost_share: float = 1e-5  # of gradients lost, too many for a margin
     release_steps: float = 32.0  # for a level to close a gap by 1/e
     constants: _Constants = field(init=False, repr=False, compare=False)
 
@@ -136,7 +137,7 @@ class Headroom:
             limit=units(self.max_log2),
             widest=units(self.max_margin),
             freest=units(self.free_margin),
-            # Seen is the share below 2^-20; a 32nd of it, evenly spread, is lost.
+            # Measured is the share below 2^-20; about a 32nd of it underflows.
             free_log2=units(math.log2(32 * self.free_share)),
             cost_log2=units(math.log2(32 * self.cost_share)),
         )
@@ -151,12 +152,19 @@ class Headroom:
         """float32: every number is a whole one, below 2^24."""
         return "float32"
 
-    def init(self) -> HeadroomState:
-        """Start at `init_scale`, knowing nothing."""
-        know_backends()
+    def init(self, *, scale: Scalar = None) -> HeadroomState:
+        """Start at `init_scale`, or at `scale` within the bounds.
+
+        The start is rounded down to a power of two.
+        """
+        start = self.init_scale if scale is None else scale
+        start = bounded(start, self.min_scale, self.max_scale, "float32")
+        ops = ops_of(start)
+        planned = ops.floor(ops.log2(start) + 0.5)  # the nearest; not above the scale:
+        planned = ops.where(ops.exp2(planned) > start, planned - 1.0, planned)
         return HeadroomState(
-            scale=float(self.init_scale),
-            planned=math.log2(self.init_scale),
+            scale=ops.exp2(planned),
+            planned=planned,
             envelope=UNSET,
             last=UNSET,
             loss_envelope=UNSET,
@@ -175,7 +183,7 @@ class Headroom:
     def foresee(
         self, state: HeadroomState, loss: Scalar, *, ops: Ops | None = None
     ) -> HeadroomState:
-        """Lower the scale for this step by what its loss stands above its level."""
+        """Lower the scale for this step by the excess of its loss over its level."""
         if ops is None:
             ops = ops_of(loss, state.scale)
         where, lowest = ops.where, self.constants.lowest
@@ -205,7 +213,7 @@ class Headroom:
     def update(
         self, state: HeadroomState, seen: Seen, *, ops: Ops | None = None
     ) -> HeadroomState:
-        """Return the next state from what this step's gradients showed."""
+        """Return the next state from the findings of this step."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
         where, finite, amax = ops.where, seen.finite, seen.amax_log2
@@ -216,8 +224,8 @@ class Headroom:
             return self._probe(state, used, overflows, ops)
         measured = finite & (amax > -WILD) & (amax < WILD)
         zero = finite & (amax < -WILD)
-        # Only the first overflow of a row teaches: a row of them may be NaN from
-        # the forward pass, which says nothing of the gradients.
+        # Only the first overflow in a row counts: the others may be NaN from the
+        # forward pass, which says nothing about the gradients.
         known = state.envelope > UNSET
         first = known & (overflows == 1.0)
         size = ops.cast(where(measured, amax, 0.0), "float32")
@@ -255,10 +263,10 @@ class Headroom:
     def _levels(
         self, state: HeadroomState, size: Scalar, ops: Ops
     ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """Return this and the last gradient as news, and both levels after them.
+        """Return this and the last gradient, corrected by the loss, and both levels.
 
-        What the loss announces is no news: the next time it is foreseen, too. So
-        a gradient counts less what its loss stood above the loss's level.
+        `foresee` handles what the loss predicts. So a gradient is reduced by the
+        excess of its loss over the loss's level.
         """
         where, loss, last_loss = ops.where, state.loss, state.last_loss
         both = where(loss < last_loss, loss, last_loss)
@@ -277,7 +285,7 @@ class Headroom:
     def _follow(
         self, level: Scalar, now: Scalar, both: Scalar, start: Scalar, ops: Ops
     ) -> Scalar:
-        """Rise at once to what two steps share; fall by a part of the gap."""
+        """Rise at once to the lower of two steps; fall by a part of the gap."""
         where = ops.where
         gap = level - now
         gap = where(gap > UNIT, where(gap < 16 * UNIT, gap, 16 * UNIT), UNIT)
@@ -287,7 +295,7 @@ class Headroom:
     def _learn(
         self, margin: Scalar, news: Scalar, last: Scalar, level: Scalar, ops: Ops
     ) -> Scalar:
-        """Hold the margin that the last step, sticking out alone, would have needed."""
+        """Return the margin that a spike in the last step would have needed."""
         where = ops.where
         spike = last - where(news > level, news, level)
         extra = ops.floor(spike / 2)
@@ -299,10 +307,10 @@ class Headroom:
     def _price(
         self, margin: Scalar, free: Scalar, spare: Scalar, underflow: Scalar, ops: Ops
     ) -> tuple[Scalar, Scalar]:
-        """Widen the margin that costs nothing; cut the one that costs too much.
+        """Widen the margin while nothing underflows; narrow one that costs too much.
 
-        Near the bottom a binade of scale doubles what is lost, so the share that
-        is small says how many binades of the `spare` ones to keep.
+        Near the bottom, halving the scale doubles the loss, so the share of small
+        gradients determines how many of the `spare` bits to keep.
         """
         where, c = ops.where, self.constants
         share, some = _log2(underflow, ops)
@@ -321,7 +329,7 @@ class Headroom:
     def _probe(
         self, state: HeadroomState, used: Scalar, overflows: Scalar, ops: Ops
     ) -> HeadroomState:
-        """Grow and shrink blindly: the rule for front ends that measure no amax."""
+        """Grow and shrink by `finite` only: for front ends that do not measure amax."""
         where, limit = ops.where, self.constants.limit
         finite = overflows == 0.0
         patience = where(state.envelope > UNSET, SLOW, FAST)
@@ -346,17 +354,17 @@ class Headroom:
         )
 
     def _bound(self, k: Scalar, ops: Ops) -> Scalar:
-        """Clamp an exponent between the least and the greatest scale."""
+        """Clamp an exponent to the bounds of the scale."""
         lowest, highest = self.constants.lowest, self.constants.highest
         k = ops.where(k < highest, k, highest)
         return ops.where(k > lowest, k, lowest)
 
 
 def _log2(x: Scalar, ops: Ops) -> tuple[Scalar, Scalar]:
-    """Return log2 of x in units, and whether x is positive and of sane size.
+    """Return log2 of x in units, and whether x is in 2^-100 .. 2^100.
 
-    Linear within a binade, at most 0.09 too low: unlike the logarithm itself it
-    rounds alike everywhere, even where `floor(log2(x))` is off at a power of two.
+    Linear between powers of two, at most 0.09 too low: unlike log2 itself it has
+    the same rounding on all backends, even if `floor(log2(x))` is off by one.
     """
     where = ops.where
     x = ops.cast(where(x < 1e38, x, 0.0), "float32")

@@ -1,8 +1,8 @@
-"""Read other scalers' saved states into ours.
+"""Import the saved states of other scalers.
 
-Each importer takes the dict that its peer saves and gives a policy and the state to go
-on from.  What a peer does not save (Megatron and flax save no configuration) comes from
-its preset's defaults, or from keyword arguments.
+Each importer takes the dict that its peer saves and returns a policy and the state to
+continue from.  What a peer does not save (Megatron and flax save no configuration)
+comes from its preset's defaults, or from keyword arguments.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ from typing import Any
 
 from buoy._core.errors import StateVersionError
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.policies.backoff import Backoff, BackoffState
 from buoy._core.policies.policy import Policy
-from buoy._core.policies.quirks import Quirks
+from buoy._core.policies.presets.peer import PeerBackoff
+from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.registry import policy as make_policy
 
 __all__ = ["SOURCES", "Imported", "import_state"]
@@ -24,7 +24,7 @@ Saved = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A policy and the state to go on from, out of another scaler's checkpoint."""
+    """A policy and the state to continue from, out of another scaler's checkpoint."""
 
     source: str
     policy: Policy
@@ -138,7 +138,7 @@ def _resumed(source: str, policy: Policy, scale: Any, **counters: Any) -> Import
             "the saved weights for NaN."
         )
         raise StateVersionError(message)
-    state: BackoffState = policy.init()
+    state = policy.init()
     if state.pending is not None:
         counters["pending"] = scale
     counters = {name: int(value) for name, value in counters.items()}
@@ -148,7 +148,7 @@ def _resumed(source: str, policy: Policy, scale: Any, **counters: Any) -> Import
 @_source("torch", "scale growth_factor backoff_factor growth_interval _growth_tracker")
 def _torch(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
     """Read `GradScaler.state_dict()`: torch's rule, with finite bounds."""
-    policy = Backoff(
+    policy = PeerBackoff(
         growth_factor=float(saved["growth_factor"]),
         backoff_factor=float(saved["backoff_factor"]),
         growth_interval=int(saved["growth_interval"]),

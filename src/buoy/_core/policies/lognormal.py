@@ -1,15 +1,16 @@
 """Place the scale by the statistics of the largest gradient (OpenSeq2Seq's LogMax).
 
-log2 of the largest unscaled gradient is taken to be normal; the scale is put so that
-an overflow lies `deviations` standard deviations away.  As published it has two bugs,
-which the preset `openseq2seq_logmax` keeps and the defaults here do not.
+log2 of the largest unscaled gradient is assumed to be normally distributed; the scale
+is set so that an overflow is `deviations` standard deviations away.  The published rule
+has two bugs, which the preset `openseq2seq_logmax` reproduces; the defaults do not.
 """
 
 from dataclasses import dataclass, field
 from math import log
 
 from buoy._core.checks import boolean, number, ordered
-from buoy._core.ops import PLAIN, Ops, Precision, Scalar, know_backends, ops_of, single
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
+from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
 __all__ = ["LogNormal", "LogNormalState"]
@@ -29,7 +30,7 @@ class LogNormalState:
     mean: Scalar  # of log2 amax, fast decay, biased
     slow_mean: Scalar  # the same with the decay of the square
     square: Scalar  # of log2 amax squared, biased
-    mean_weight: Scalar  # what the start still weighs in `mean`
+    mean_weight: Scalar  # the weight of the initial value in `mean`
     square_weight: Scalar
 
 
@@ -73,7 +74,7 @@ class LogNormal:
     deviations: float = 3.09
     max_log2: float = 16.0
     overflow_log2: float | None = None
-    skip_zero: bool = True  # a step whose gradients are all 0 says nothing
+    skip_zero: bool = True  # ignore a step whose gradients are all 0
     constants: _Constants = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,14 +109,15 @@ class LogNormal:
 
     @property
     def precision(self) -> Precision:
-        """Wide, so that no fused operation can skip a rounding."""
+        """float64, so that no fused operation can skip a rounding."""
         return "float64"
 
-    def init(self) -> LogNormalState:
-        """Start at `init_scale`, knowing nothing."""
-        know_backends()
+    def init(self, *, scale: Scalar = None) -> LogNormalState:
+        """Start at `init_scale`, or at `scale` within the bounds."""
+        start = self.init_scale if scale is None else scale
+        start = bounded(start, self.constants.low, self.constants.high, "float32")
         return LogNormalState(
-            scale=single(self.init_scale),
+            scale=ops_of(start).cast(start, "float64"),
             mean=0.0,
             slow_mean=0.0,
             square=0.0,
@@ -126,7 +128,7 @@ class LogNormal:
     def foresee(
         self, state: LogNormalState, loss: Scalar, *, ops: Ops | None = None
     ) -> LogNormalState:
-        """Look away: this policy learns from gradients only."""
+        """Return the state unchanged: this rule does not use the loss."""
         del loss, ops
         return state
 
@@ -137,7 +139,7 @@ class LogNormal:
     def update(
         self, state: LogNormalState, seen: Seen, *, ops: Ops | None = None
     ) -> LogNormalState:
-        """Fold this step's largest gradient in; place the scale anew."""
+        """Update the moments with this step's largest gradient; set the scale."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
         where = ops.where
@@ -180,10 +182,10 @@ class LogNormal:
         if not self.skip_zero:
             amax = ops.where(seen.finite, _published_log2(ops, amax), implied)
             return ops.where(seen.finite, True, True), amax
-        told = (amax > -1e4) & (amax < 1e4)
-        amax = ops.where(told, amax, 0.0)
+        measured = (amax > -1e4) & (amax < 1e4)
+        amax = ops.where(measured, amax, 0.0)
         amax = ops.where(seen.finite, _round(ops, amax), implied)
-        return ops.where(seen.finite, told, True), amax
+        return ops.where(seen.finite, measured, True), amax
 
     def _placed(self, state: LogNormalState, ops: Ops) -> Scalar:
         where = ops.where
@@ -192,7 +194,7 @@ class LogNormal:
         square = _round(ops, state.square / weight)
         slow_mean = _round(ops, state.slow_mean / weight)
         variance = _round(ops, square - _times(ops, slow_mean, slow_mean))
-        # Not `> 0`: the published rule lets a NaN through, and so must the preset.
+        # Not `> 0`: the published rule propagates NaN, and so must the preset.
         variance = where(variance < 0.0, 0.0, variance)
         spread = _times(ops, _round(ops, variance**0.5), self.constants.deviations)
         exponent = _round(ops, _round(ops, self.max_log2 - mean) - spread)
@@ -222,8 +224,8 @@ def _published_log2(ops: Ops, amax_log2: Scalar) -> Scalar:
 def _exp2(ops: Ops, x: Scalar) -> Scalar:
     """Raise 2 to x as float32 libraries do: a cubic around multiples of 1/32.
 
-    Its error, half a thousandth of a float32 ulp, decides the rounding where the exact
-    value lies next to a tie, and the recorded traces show that it did.
+    Its error, half a thousandth of a float32 ulp, decides the rounding if the exact
+    value is next to a tie, which occurs in the recorded traces.
     """
     near = ops.floor(x * 32.0 + 0.5) / 32.0
     r = x - near

@@ -1,9 +1,9 @@
-"""What a policy is, and what it may assume.
+"""The protocol of policies.
 
-A policy is a frozen dataclass: its fields are the configuration, `init` makes the
-first state, `update` is the pure rule from one state to the next, and `foresee` may
-lower the scale of the very step whose loss it is shown.  The contract suite in
-`buoy.testing` checks all of what is said here.
+A policy is a frozen dataclass: its fields are the configuration, `init` returns the
+initial state, `update` is the pure rule from one state to the next, and `foresee` may
+lower the scale of the step whose loss it gets.  `buoy.testing.check_policy` checks
+everything stated here.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ __all__ = ["Policy", "State"]
 
 
 class State(Protocol):
-    """What survives a step: a frozen dataclass of scalars, one of them the scale."""
+    """The state of a policy: a frozen dataclass of scalars, one of them the scale."""
 
     @property
     def scale(self) -> Scalar:
@@ -24,13 +24,13 @@ class State(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """The frozen configuration plus the pure rule that moves the scale.
+    """The frozen configuration and the pure rule that moves the scale.
 
-    `wants` names what the rule reads beyond `finite`: of "amax_log2", "underflow" and
-    "loss"; front ends measure nothing else.  `precision` is the width of the state's
+    `wants` names what the rule reads beyond `finite`: "amax_log2", "underflow" or
+    "loss"; front ends measure only that.  `precision` is the dtype of the state's
     floats on array backends.
 
-    A rule may not branch on numbers (they may be tracers), read them on the host,
+    A rule must not branch on numbers (they may be tracers), read them on the host,
     or keep anything outside the state it returns.
     """
 
@@ -40,16 +40,23 @@ class Policy(Protocol):
 
     @property
     def precision(self) -> Precision:
-        """The width of the state's floats: float32 wherever that is enough."""
+        """The dtype of the state's floats: float32 if that is enough."""
 
     def init(self) -> Any:
-        """Make the state before the first step, of plain numbers."""
+        """Return the state before the first step, of plain numbers.
+
+        May take an optional keyword `scale`, None by default: start there, within the
+        policy's bounds.  It is a plain number, or a scalar of an array backend, which
+        must not be read: compute what depends on it with `ops_of`; the rest stays
+        plain.  Policies without it are started by
+        `dataclasses.replace(policy, init_scale=...)`, from plain numbers only.
+        """
 
     def foresee(self, state: Any, loss: Scalar, *, ops: Ops | None = None) -> Any:
-        """Look at this step's loss before it is scaled; may lower the scale."""
+        """Take this step's loss before it is scaled; may lower the scale."""
 
     def update(self, state: Any, seen: Seen, *, ops: Ops | None = None) -> Any:
-        """Take what this step's gradients showed; return the state for the next."""
+        """Return the state for the next step, from the findings of this step."""
 
     def applies(self, seen: Seen) -> Scalar:
-        """Say whether the step is applied; a policy that checks returns `finite`."""
+        """Return whether to apply the step; usually `seen.finite`."""

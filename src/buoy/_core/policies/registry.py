@@ -1,8 +1,8 @@
-"""Policies by name: our own, the presets, and those that others have installed.
+"""Policies by name: built-in, presets, and installed by other packages.
 
-In Python one passes the object; names are for configuration files and the command
-line.  Third parties enter theirs in the entry-point group `buoy.policies`; nothing of
-them is imported before its name is asked for, and built-in names cannot be taken.
+In Python code pass the object; names are for configuration files and the command line.
+Other packages use the entry-point group `buoy.policies`; they are imported only when
+their name is used, and cannot replace built-in names.
 """
 
 import inspect
@@ -15,14 +15,22 @@ from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.lognormal import LogNormal
 from buoy._core.policies.policy import Policy
-from buoy._core.policies.presets import PRESETS
+from buoy._core.policies.presets import PRESETS, PeerBackoff, Quirks
 from buoy._core.policies.presets.table import check
 from buoy._core.policies.static import NoScaling, Static
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["CLASSES", "GROUP", "Listed", "listed", "policies", "policy"]
+__all__ = [
+    "CLASSES",
+    "GROUP",
+    "Listed",
+    "listed",
+    "policies",
+    "policy",
+    "saved_classes",
+]
 
 GROUP = "buoy.policies"
 
@@ -33,6 +41,13 @@ CLASSES: dict[str, type[Any]] = {
     "none": NoScaling,
     "lognormal": LogNormal,
 }
+
+
+def saved_classes() -> tuple[type[Any], ...]:
+    """Return the classes of built-in policies and states, for saving and loading."""
+    policies: tuple[type[Any], ...] = (*CLASSES.values(), PeerBackoff)
+    states = {cls.init.__annotations__["return"]: None for cls in policies}
+    return (*policies, Quirks, *states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +62,9 @@ class Listed:
 
 
 def policy(name: str | Policy, /, **parameters: Any) -> Policy:
-    """Make a policy by name; presets take their peer's own parameter names.
+    """Return a policy by name; presets take their peer's own parameter names.
 
-    A policy object passes through, so that every `policy=` argument takes both.
+    A policy object is returned unchanged, so that every `policy=` argument takes both.
 
     Example:
         >>> policy("deepspeed", scale_window=500, delayed_shift=4).init().scale
@@ -65,12 +80,12 @@ def policy(name: str | Policy, /, **parameters: Any) -> Policy:
 
 
 def policies() -> tuple[str, ...]:
-    """Name every policy there is, without importing anybody's."""
+    """Return the names of all policies, without importing those of other packages."""
     return (*CLASSES, *sorted(PRESETS), *sorted(set(_installed()) - _taken()))
 
 
 def listed() -> tuple[Listed, ...]:
-    """Describe every policy: name, origin, parameters and their defaults."""
+    """Return a description of every policy: name, origin, parameters, defaults."""
     rows = [
         Listed(name, "policy", f"buoy.{cls.__name__}", _summary(cls), _defaults(cls))
         for name, cls in CLASSES.items()

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from buoy._core.checks import boolean, number
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
-from buoy._core.ops import Ops, Precision, Scalar, know_backends
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, register_backends
+from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
 __all__ = ["NoScaling", "Static", "StaticState"]
@@ -12,13 +13,13 @@ __all__ = ["NoScaling", "Static", "StaticState"]
 
 @dataclass(frozen=True, slots=True)
 class StaticState:
-    """The scale, which stays."""
+    """The constant scale."""
 
     scale: Scalar  # float32 []
 
 
 class _Still:
-    """What both share: nothing is measured, and nothing moves."""
+    """Base class: nothing is measured, and the scale is constant."""
 
     __slots__ = ()
 
@@ -35,14 +36,14 @@ class _Still:
     def foresee(
         self, state: StaticState, loss: Scalar, *, ops: Ops | None = None
     ) -> StaticState:
-        """Look away: the scale does not depend on the loss."""
+        """Return the state unchanged: the scale does not depend on the loss."""
         del loss, ops
         return state
 
     def update(
         self, state: StaticState, seen: Seen, *, ops: Ops | None = None
     ) -> StaticState:
-        """Return the state as it was."""
+        """Return the state unchanged."""
         del seen, ops
         return state
 
@@ -61,19 +62,21 @@ class Static(_Still):
     """
 
     init_scale: float = 2.0**10
-    skip: bool = True  # False applies whatever comes, as apex and Keras 2 do
+    skip: bool = True  # False applies all steps, as apex and Keras 2 do
 
     def __post_init__(self) -> None:
         number(self, "init_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
         boolean(self, "skip")
 
-    def init(self) -> StaticState:
-        """Start at the scale that will stay."""
-        know_backends()
-        return StaticState(scale=float(self.init_scale))
+    def init(self, *, scale: Scalar = None) -> StaticState:
+        """Start at the scale that will stay: `init_scale`, or `scale` if given."""
+        start = self.init_scale if scale is None else scale
+        # A plain number is not rounded; float32 applies on the device.
+        width: Precision = "float64" if ops_of(start) is PLAIN else "float32"
+        return StaticState(scale=bounded(start, FLOAT32_TINY, FLOAT32_MAX, width))
 
     def applies(self, seen: Seen) -> Scalar:
-        """Apply finite steps, or all of them where skipping is off."""
+        """Apply finite steps, or all steps if `skip` is False."""
         return seen.finite if self.skip else (seen.finite | True)
 
 
@@ -88,9 +91,10 @@ class NoScaling(_Still):
         1.0
     """
 
-    def init(self) -> StaticState:
-        """Start at 1 and stay there."""
-        know_backends()
+    def init(self, *, scale: Scalar = None) -> StaticState:
+        """Start at 1; `scale` is ignored."""
+        del scale
+        register_backends()
         return StaticState(scale=1.0)
 
     def applies(self, seen: Seen) -> Scalar:

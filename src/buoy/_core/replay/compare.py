@@ -1,8 +1,7 @@
-"""Run policies over a trace, and judge what each of them would have done.
+"""Run policies over a trace, and evaluate the scales that they would have used.
 
-Replay answers "what if" for the scale alone: the gradients are those that were
-recorded, so what a skipped step or an underflow does to the rest of the run is not in
-it.
+Replay covers only the scale: the gradients are those that were recorded, so the effect
+of a skipped step or of underflow on the rest of the run is not included.
 """
 
 import math
@@ -22,20 +21,20 @@ __all__ = ["Replayed", "oracle", "replay"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What became of one policy on one trace.
+    """The result of one policy on one trace.
 
-    Regret is in binades, a mean over the steps: how far the scale was below the
-    largest power of two that would not have overflowed (`too_low`), or above it
-    (`too_high`, which costs the step).  Steps without a best scale are left out of it:
-    all gradients 0, or non-finite at any scale.
+    Regret is in binades (factors of two), a mean over the steps: how far the scale was
+    below the largest power of two that would not have overflowed (`too_low`), or above
+    it (`too_high`, which costs the step).  Steps without a best scale are left out of
+    it: all gradients 0, or non-finite at any scale.
     """
 
     name: str
     policy: Policy | None  # None for the oracle
     steps: int  # fewer than the trace has, if the policy gave up
     skipped: int
-    let_through: int  # non-finite steps that were applied all the same
-    weight_underflow: float | None  # share of gradients; None: the trace cannot tell
+    let_through: int  # of the skipped: non-finite steps that the peer itself applies
+    weight_underflow: float | None  # share of gradients; None: not recorded
     activation_underflow: float | None
     first_scale: float
     final_scale: float
@@ -47,7 +46,7 @@ class Replayed:
 
     @property
     def regret(self) -> float:
-        """Mean distance from the oracle's scale, in binades."""
+        """Mean distance from the oracle's scale, in factors of two."""
         return self.too_low + self.too_high
 
     @property
@@ -93,10 +92,10 @@ def replay(
 
 
 def oracle(trace: Trace) -> Replayed:
-    """Judge the scale that knows the step: the largest power of two that fits.
+    """Evaluate the best scale of every step: the largest power of two that fits.
 
-    No policy can skip less or underflow less without skipping; what it still loses is
-    the format's doing.
+    No policy can skip less, or underflow less without skipping; the rest of the loss is
+    due to the format.
 
     Example:
         >>> best = oracle(Trace(amax_log2=(-2.0, 3.0, -2.0)))
@@ -118,7 +117,6 @@ def oracle(trace: Trace) -> Replayed:
         steps=len(trace),
         starts=starts,
         exponents=exponents,
-        overflows=lost,
         skipped=lost,
         first_scale=PLAIN.exp2(exponents[0]),
         final_scale=PLAIN.exp2(exponents[-1]),
@@ -140,7 +138,7 @@ def _named(
 
 
 class _Judge:
-    """What all policies on one trace are measured by."""
+    """Evaluates policies on one trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -150,7 +148,7 @@ class _Judge:
         )
 
     def judged(self, name: str, policy: Policy | None, went: Walk) -> Replayed:
-        """Sum up one walk."""
+        """Return the result of one walk."""
         too_low, too_high = self._regret(went)
         weights, activations = self._underflow(went)
         return Replayed(
@@ -158,7 +156,7 @@ class _Judge:
             policy=policy,
             steps=went.steps,
             skipped=len(went.skipped),
-            let_through=len(set(went.overflows).difference(went.skipped)),
+            let_through=went.let_through,
             weight_underflow=weights,
             activation_underflow=activations,
             first_scale=went.first_scale,

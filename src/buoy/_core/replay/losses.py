@@ -1,8 +1,8 @@
-"""What a scale lost, in steps, block by block: the number that tuning makes small.
+"""The loss of a scale, in steps, block by block: the objective of tuning.
 
-A skipped step loses 1.  Any other loses the share of its gradients that underflow; or,
-where the trace has no histograms, `BINADE_COST` for each binade that the scale lies
-below the largest that fits.
+A skipped step costs 1.  Any other step costs the share of its gradients that underflow;
+or, if the trace has no histograms, `BINADE_COST` for each factor of two that the scale
+is below the largest that fits.
 """
 
 import math
@@ -19,7 +19,7 @@ __all__ = ["BINADE_COST", "Blocks", "quantile", "resamples"]
 BINADE_COST = 1e-4
 
 _MOST_BLOCKS = 64
-_LEAST_STEPS = 16  # in a block: what happens in one step goes on in the next
+_LEAST_STEPS = 16  # in a block: consecutive steps are correlated
 
 
 class Blocks:
@@ -39,7 +39,7 @@ class Blocks:
         self.fits = [Counter(part) for part in self._parts()]
 
     def _cut(self, starts: Sequence[int], histograms: dict[int, Histogram]) -> None:
-        """Cut further, so that each stretch lies in one block under one histogram."""
+        """Split further, so that each stretch has one block and one histogram."""
         self.cuts = sorted({*starts, *histograms})
         self._of: list[tuple[int, Histogram | None]] = []
         block, held = -1, None
@@ -50,7 +50,7 @@ class Blocks:
             self._of.append((block, held))
 
     def _parts(self) -> Iterator[list[float]]:
-        """Yield the best exponents of each stretch: inf where any will do, or -inf."""
+        """Yield the best exponents of each stretch; inf: any fits, -inf: none fits."""
         ends = [*self.cuts[1:], len(self.trace)]
         for start, end in zip(self.cuts, ends, strict=True):
             amax = self.trace.amax_log2[start:end]
@@ -64,7 +64,7 @@ class Blocks:
         return len(self.lengths)
 
     def of_walk(self, went: Walk) -> list[float]:
-        """Return what a walk lost in each block; what it did not reach is all lost."""
+        """Return the loss of a walk in each block; steps not reached count as lost."""
         totals = [float(length) for length in self.lengths]
         for start, end, exponent, cut, lost in went.stretches(self.cuts):
             block, histogram = self._of[cut - 1]
@@ -76,7 +76,7 @@ class Blocks:
         return totals
 
     def of_static(self, exponent: int) -> list[float]:
-        """Return what one fixed scale lost in each block."""
+        """Return the loss of one fixed scale in each block."""
         totals = [float(length) for length in self.lengths]
         for fits, (block, histogram) in zip(self.fits, self._of, strict=True):
             used = sum(count for best, count in fits.items() if best >= exponent)
@@ -90,7 +90,7 @@ class Blocks:
         return totals
 
     def of_skips(self, exponent: int) -> list[float]:
-        """Return how many steps of each block a fixed scale skips, but need not."""
+        """Return the number of avoidable skips of a fixed scale in each block."""
         skips = [0.0] * len(self)
         for fits, (block, _) in zip(self.fits, self._of, strict=True):
             skips[block] += sum(
@@ -102,7 +102,7 @@ class Blocks:
         return histogram.below(self.trace.zero_log2 - exponent) if histogram else 0.0
 
     def mean(self, row: Sequence[float], drawn: Sequence[int] | None = None) -> float:
-        """Return the mean over the steps, of the blocks as often as they were drawn."""
+        """Return the mean per step, weighted by how often each block was drawn."""
         if drawn is None:
             return sum(row) / len(self.trace)
         total: float = sum(map(mul, row, drawn))
@@ -123,6 +123,6 @@ def resamples(count: int, blocks: int, seed: int) -> Iterator[list[int]]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which about that share of the values lies."""
+    """Return the quantile: about that share of the values is below it."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

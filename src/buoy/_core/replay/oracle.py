@@ -29,19 +29,19 @@ class Best:
             floor(limit - amax) if -infinity < amax < infinity else None
             for amax in trace.amax_log2
         ]
-        told = (best is not None for best in self.exponents)
-        self._counts = array("q", accumulate(told, initial=0))
+        known = (best is not None for best in self.exponents)
+        self._counts = array("q", accumulate(known, initial=0))
         sizes = (best or 0 for best in self.exponents)
         self._sums = array("d", accumulate(sizes, initial=0))
 
     def known(self, start: int, end: int) -> int:
-        """Count the steps from start to end that have a best exponent."""
+        """Return the number of steps from start to end that have a best exponent."""
         return self._counts[end] - self._counts[start]
 
     def too_low(
         self, start: int, end: int, exponent: float, lost: Sequence[int]
     ) -> float:
-        """Sum up the binades by which the steps that were not lost were too low."""
+        """Return the sum of log2 distances by which applied steps were too low."""
         known = self._counts[end] - self._counts[start]
         total = self._sums[end] - self._sums[start]
         for step in lost:
@@ -54,7 +54,7 @@ class Best:
         return total - whole * known
 
     def too_high(self, exponent: float, lost: Sequence[int]) -> float:
-        """Sum up the binades by which the lost steps were too high."""
+        """Return the sum of log2 distances by which lost steps were too high."""
         whole = math.ceil(exponent) if math.isfinite(exponent) else exponent
         found = (self.exponents[step] for step in lost)
         return float(sum(max(0, whole - best) for best in found if best is not None))

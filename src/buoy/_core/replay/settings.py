@@ -47,7 +47,7 @@ _STARTS = ("init_scale", "initial_scale", "init_loss_scale", "init_loss_scaling"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A policy, and in what it differs from the one that was given."""
+    """A policy, and the settings that differ from the given one."""
 
     policy: Policy
     settings: dict[str, Any]
@@ -77,12 +77,12 @@ class Family:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """The name of the policy."""
         named = self._named
         return named if isinstance(named, str) else type(named).__name__
 
     def members(self) -> list[Member]:
-        """Make the policies, the given one first, no two the same."""
+        """Return the distinct policies, the given one first."""
         found = [Member(self._made({}), {})]
         grid = {k: v for k, v in self._tries.items() if k not in self._stay}
         for values in product(*grid.values()):
@@ -107,7 +107,7 @@ class Family:
         except PolicyError:
             if self._chosen:
                 raise
-            return None  # our own idea did not fit this policy
+            return None  # a default value that this policy does not accept
 
     def _made(self, settings: Mapping[str, Any]) -> Policy:
         if isinstance(self._named, str):
@@ -128,7 +128,7 @@ def _parameters(named: str | Policy) -> dict[str, Any]:
 
 
 def _usual(defaults: Mapping[str, Any], start: float) -> dict[str, tuple[Any, ...]]:
-    """Return what to try of these parameters; `start` is a good scale to start from."""
+    """Return the values to try per parameter; `start` is a good initial scale."""
     found: dict[str, tuple[Any, ...]] = {
         name: (defaults[name], start) for name in _STARTS if name in defaults
     }

@@ -1,4 +1,4 @@
-"""What a run left behind: the size of its gradients at every step.
+"""The trace of a run: the size of its gradients at every step.
 
 All sizes are of unscaled gradients and in log2, so that a scale is an addition and one
 trace serves every policy.  Files are read and written by `buoy.trace`.
@@ -15,25 +15,23 @@ from buoy._core.errors import TraceError
 __all__ = [
     "FP16_MAX_LOG2",
     "FP16_ZERO_LOG2",
-    "SMALL_LOG2",
     "Histogram",
     "Trace",
     "is_trace",
 ]
 
 FP16_MAX_LOG2 = math.log2(65504.0)
-_WILD = 1e4  # binades: beyond every format
+_WILD = 1e4  # a log2 beyond every format
 FP16_ZERO_LOG2 = -25.0  # half the smallest subnormal: what is below rounds to zero
-SMALL_LOG2 = -20.0  # below this, `Seen.underflow` counts a scaled gradient as small
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many nonzero gradients lie in each binade, from step `start` on.
+    """The number of nonzero gradients between powers of two, from step `start` on.
 
-    `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Inside a binade
-    they are taken to be spread evenly in log2: exact for the powers of two that nearly
-    every policy keeps to, and smooth for the rest, where atoms would jump.
+    `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Within a bin
+    they are assumed to be uniform in log2: exact for scales that are powers of two, as
+    in nearly every policy, and smooth for others.
 
     Example:
         >>> half = Histogram(start=0, low=-30, counts=(1, 1))
@@ -79,7 +77,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The recorded or invented history of a run, one entry per step.
+    """A recorded or synthetic run, one entry per step.
 
     A step overflows at scale S where `amax_log2` + log2(S) is above `max_log2`; with
     `amax_log2` of inf or NaN it does so at any scale.  A scaled gradient below
@@ -127,11 +125,11 @@ class Trace:
 
     @property
     def has_histograms(self) -> bool:
-        """Whether it can be told what underflows."""
+        """Whether the trace contains histograms, which show underflow."""
         return bool(self.weight_histograms or self.activation_histograms)
 
     def head(self, steps: int) -> "Trace":
-        """Return the first `steps` steps as a trace of their own."""
+        """Return the first `steps` steps as a new trace."""
         return Trace(
             amax_log2=self.amax_log2[:steps],
             loss_log2=None if self.loss_log2 is None else self.loss_log2[:steps],
@@ -195,7 +193,7 @@ def _until(histograms: Sequence[Histogram], steps: int) -> Sequence[Histogram]:
 
 
 def is_trace(value: object) -> "Trace":
-    """Return a trace; refuse anything else, and say how to get one."""
+    """Return a trace; raise for anything else."""
     if isinstance(value, Trace):
         return value
     message = (

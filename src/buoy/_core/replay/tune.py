@@ -1,10 +1,10 @@
-"""Find the static scale and the settings of a policy that would have lost least.
+"""Find the static scale, and the settings of a policy, with the least loss.
 
-Lost is the share of the steps that were skipped plus, of the others, the share of the
-gradients that underflowed (`losses`).  How sure the answer is comes from resampling the
-trace by blocks; the settings of a policy are chosen on every other block and judged on
-the rest, so that luck does not pass for merit.  One thing is not held out: the scale to
-start from that is tried is the best static one of the whole trace.
+The loss is the share of skipped steps plus, of the others, the share of gradients that
+underflow (`losses`).  The confidence comes from resampling the trace by blocks.  The
+settings of a policy are chosen on every other block and evaluated on the rest, which
+avoids selection bias.  One value is not held out: the best static scale of the whole
+trace is tried as a start.
 """
 
 import math
@@ -23,7 +23,7 @@ __all__ = ["Sureness", "Tuned", "TunedPolicy", "TunedStatic", "tune"]
 Sureness = Literal["sure", "likely", "unsure"]
 
 _RESAMPLES = 300
-_FEW_BLOCKS = 8  # resampling fewer says little
+_FEW_BLOCKS = 8  # too few to resample
 _SAME = 1e-6  # losses closer than this are the same: one gradient in a million
 _MOST_STEPS = 2_000_000  # all settings together; policies that measure cost more
 _MEASURING = 4
@@ -47,7 +47,7 @@ class TunedStatic:
 
     @property
     def scale(self) -> float:
-        """The scale itself."""
+        """The scale: 2^exponent."""
         return 2.0**self.exponent
 
 
@@ -64,13 +64,13 @@ class TunedPolicy:
     confidence: float  # share of the resampled traces in which it gained
     sureness: Sureness  # that the best is better than the given
     tried: int
-    alike: int  # settings that cannot be told from the best, itself included
+    alike: int  # settings as good as the best within the noise, itself included
     steps: int  # of the trace, from its start, that were used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What tuning found."""
+    """The result of tuning."""
 
     trace: str
     steps: int
@@ -155,7 +155,7 @@ def _candidates(blocks: Blocks) -> range:
         )
         raise TraceError(message)
     # From where even the largest gradient underflows to where every step overflows,
-    # within float32's exponents: what lies outside is no scale.
+    # within float32's exponents.
     span = math.ceil(blocks.trace.max_log2 - blocks.trace.zero_log2)
     return range(max(min(known) - span, -126), min(max(known) + 1, 127) + 1)
 
@@ -167,7 +167,7 @@ def _means(
 
 
 def _plateau(losses: Sequence[float]) -> tuple[int, int, int]:
-    """Return first, middle and last of the stretch around the least loss."""
+    """Return first, middle and last index of the range around the least loss."""
     at = min(range(len(losses)), key=losses.__getitem__)
     limit = losses[at] + _SAME
     first = last = at
@@ -251,7 +251,7 @@ def _alike(
     drawn: Sequence[Sequence[int]],
     blocks: Blocks,
 ) -> bool:
-    """Say whether the other is no worse than the best in one resample of twenty."""
+    """Return whether the other is no worse than the best in 5 % of the resamples."""
     more = [theirs - ours for ours, theirs in zip(best, other, strict=True)]
     no_worse = sum(blocks.mean(more, weights) <= _SAME for weights in drawn)
     return no_worse >= 0.05 * len(drawn)

@@ -1,8 +1,7 @@
-"""Lead one policy through a trace and note where its scale moved and what it lost.
+"""Run one policy over a trace; return where its scale moved and which steps it lost.
 
-A policy that reads nothing but `finite` is a finite machine, however its rule is
-written: its states are interned and every transition is computed once.  The others are
-led step by step.
+A policy that reads only `finite` is a finite-state machine: its states are interned and
+every transition is computed once.  Other policies run step by step.
 """
 
 import math
@@ -16,27 +15,27 @@ from typing import Any
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.ops import PLAIN
 from buoy._core.policies.policy import Policy
-from buoy._core.replay.trace import SMALL_LOG2, Trace
+from buoy._core.replay.trace import Trace
 from buoy._core.state import Seen
+from buoy._core.step import MEASUREMENTS, SMALL_LOG2, is_applied
 
 __all__ = ["Walk", "log2_of", "walk"]
 
-_MEASURED_EVERY = 16  # the share of small gradients is not measured at every step
 _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Where one policy went: the scale as runs of equal log2, and the lost steps."""
+    """The path of one policy: the scale as runs of equal log2, and the lost steps."""
 
     steps: int
     starts: "array[int]"  # first step of every run
     exponents: "array[float]"  # log2 of the scale in it
-    overflows: "array[int]"  # steps that were not finite
-    skipped: "array[int]"  # steps that were not applied: most often the same
+    skipped: "array[int]"  # steps that were not applied
     first_scale: float
     final_scale: float  # for the step after the last
+    let_through: int = 0  # of the skipped steps: those that the peer would have applied
     collapsed: bool = False
 
     def runs(self) -> Iterator[tuple[int, int, float]]:
@@ -45,21 +44,15 @@ class Walk:
         for i, exponent in enumerate(self.exponents):
             yield starts[i], starts[i + 1] if i < last else self.steps, exponent
 
-    def lost(self) -> Sequence[int]:
-        """Return the steps from which no gradient was used as it should."""
-        if self.skipped is self.overflows:
-            return self.skipped
-        return array("q", sorted({*self.skipped, *self.overflows}))
-
     def stretches(
         self, cuts: Sequence[int]
     ) -> Iterator[tuple[int, int, float, int, Sequence[int]]]:
         """Yield the runs, cut: start, end, log2 of the scale, number of cuts, lost.
 
         The number is of the cuts at or before the stretch; `lost` are its steps that
-        were not used.
+        were skipped.
         """
-        lost = self.lost()
+        lost = self.skipped
         cut, gone = 0, 0
         at = 0
         for _, end, exponent in self.runs():
@@ -73,7 +66,7 @@ class Walk:
 
 
 def log2_of(scale: float) -> float:
-    """Return log2 of a scale, whatever a rule made of it."""
+    """Return log2 of a scale, which may be 0, inf or NaN."""
     return math.log2(scale) if 0.0 < scale < math.inf else _odd_log2(scale)
 
 
@@ -93,7 +86,7 @@ def _limit(trace: Trace, exponent: float) -> float:
 
 
 def walk(policy: Policy, trace: Trace) -> Walk:
-    """Lead `policy` through `trace`.
+    """Run `policy` over `trace`.
 
     Example:
         >>> from buoy import Backoff
@@ -126,7 +119,7 @@ class _Machine:
         self.after_overflow: list[int] = []
 
     def number(self, state: Any) -> int:
-        """Return the number of a state, giving it one if it is new."""
+        """Return the number of a state; assign one if it is new."""
         number = self.numbers.setdefault(state, len(self.states))
         if number == len(self.states):
             exponent = log2_of(state.scale)
@@ -138,7 +131,7 @@ class _Machine:
         return number
 
     def learn(self, number: int, *, finite: bool) -> int:
-        """Ask the policy for a transition; return the number of the state it gives."""
+        """Compute a transition; return the number of the next state."""
         seen = Seen(finite=finite)
         state = self.policy.update(self.states[number], seen, ops=PLAIN)
         if len(self.states) >= _MOST_STATES:
@@ -149,7 +142,7 @@ class _Machine:
         return after
 
     def _forget(self) -> None:
-        # In place: whoever walks holds on to the lists.
+        # In place: the caller holds references to the lists.
         self.numbers.clear()
         self.states.clear()
         self.exponents.clear()
@@ -162,9 +155,7 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
     machine = _Machine(policy, trace)
     limits, exponent_of = machine.limits, machine.exponents
     after_finite, after_overflow = machine.after_finite, machine.after_overflow
-    starts, exponents, overflows = array("q"), array("d"), array("q")
-    through = policy.applies(Seen(finite=False))
-    skipped = array("q") if through else overflows
+    starts, exponents, skipped = array("q"), array("d"), array("q")
 
     first = last = policy.init()
     state = machine.number(first)
@@ -179,7 +170,7 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
                 after = after_finite[state]
                 state = machine.learn(state, finite=True) if after < 0 else after
             else:
-                overflows.append(step)
+                skipped.append(step)
                 after = after_overflow[state]
                 state = machine.learn(state, finite=False) if after < 0 else after
         last = machine.states[state]
@@ -189,24 +180,23 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
         steps=step + 1,
         starts=starts,
         exponents=exponents,
-        overflows=overflows,
         skipped=skipped,
         first_scale=first.scale,
         final_scale=last.scale,
+        let_through=len(skipped) if policy.applies(Seen(finite=False)) else 0,
         collapsed=gave_up,
     )
 
 
 def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
     show = _shown(policy, trace)
-    foresee, update, applies = policy.foresee, policy.update, policy.applies
+    foresee, update = policy.foresee, policy.update
     losses = trace.loss_log2 if "loss" in policy.wants else None
-    starts, exponents = array("q"), array("d")
-    overflows, skipped = array("q"), array("q")
+    starts, exponents, skipped = array("q"), array("d"), array("q")
 
     state: Any = policy.init()
     first = state
-    scale, step, gave_up = None, 0, False
+    scale, step, let_through, gave_up = None, 0, 0, False
     exponent = limit = math.nan
     try:
         for step, amax in enumerate(trace.amax_log2):
@@ -220,32 +210,30 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
                 exponents.append(exponent)
             finite = amax <= limit
             seen = show(step, amax, exponent, finite)
-            if not finite:
-                overflows.append(step)
-            if not applies(seen):
+            if not is_applied(policy, seen):
                 skipped.append(step)
+                let_through += not finite and bool(policy.applies(seen))
             state = update(state, seen, ops=PLAIN)
     except ScaleCollapsedError as error:
         gave_up, state = True, error.state or state
-    if skipped == overflows:
-        skipped = overflows
     return Walk(
         steps=step + 1,
         starts=starts,
         exponents=exponents,
-        overflows=overflows,
         skipped=skipped,
         first_scale=first.scale,
         final_scale=state.scale,
+        let_through=let_through,
         collapsed=gave_up,
     )
 
 
 def _shown(policy: Policy, trace: Trace) -> Callable[[int, float, float, bool], Seen]:
-    """Make the function that tells a policy what a front end would have measured."""
+    """Return the function that computes what a front end would have measured."""
     sees_amax = "amax_log2" in policy.wants
     zero_log2 = trace.zero_log2
     small = _small(trace) if "underflow" in policy.wants else None
+    due = MEASUREMENTS["underflow"].due
 
     def show(step: int, amax: float, exponent: float, finite: bool) -> Seen:  # noqa: FBT001
         if not finite:
@@ -254,8 +242,8 @@ def _shown(policy: Policy, trace: Trace) -> Callable[[int, float, float, bool], 
         if sees_amax:
             scaled = amax + exponent
             if scaled < zero_log2:
-                scaled = -math.inf  # the largest gradient became 0, and so did all
-        if small is None or (step + 1) % _MEASURED_EVERY:
+                scaled = -math.inf  # all gradients underflow to 0
+        if small is None or not due(step):
             return Seen(True, scaled)
         return Seen(True, scaled, small(step, exponent))
 

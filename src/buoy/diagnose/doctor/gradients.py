@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from buoy._backends.torch.exponents import exponents
+from buoy._backends.torch.gradients import parameters_of
 from buoy.diagnose.estimate import estimate_underflow
 from buoy.diagnose.shares import Share
-from buoy.torch.exponents import exponents
-from buoy.torch.gather import parameters_of
 from buoy.trace.counts import Counts
 
 __all__ = ["Clearing", "Looks", "Marks"]

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from buoy._backends.torch.graph import graph_of
 from buoy.diagnose.doctor.facts import Facts
 from buoy.diagnose.doctor.gradients import Looks, Marks
 from buoy.diagnose.doctor.modules import Modules
 from buoy.diagnose.doctor.patches import place
-from buoy.torch import holes
 
 __all__ = ["Losses"]
 
@@ -33,7 +33,7 @@ class Losses:
         self._check(loss)
         if loss.grad_fn is None:
             return
-        reached, dtypes = holes.leaves(loss)
+        reached, dtypes = graph_of(loss)
         _count(self._facts.scaled_losses, dtypes)
         self.marks.reach(reached)
         self.marks.put(reached, "scaled")
@@ -71,7 +71,7 @@ class Losses:
         return found
 
     def _unscaled(self, root: torch.Tensor) -> None:
-        reached, dtypes = holes.leaves(root)
+        reached, dtypes = graph_of(root)
         self.marks.reach(reached)
         self.marks.put(reached, "plain")
         self._check(root)

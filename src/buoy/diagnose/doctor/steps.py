@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from buoy._backends.torch.gradients import parameters_of
 from buoy.diagnose.doctor.facts import Facts, OptimizerFacts, SchedulerFacts
 from buoy.diagnose.doctor.gradients import Clearing
 from buoy.diagnose.doctor.patches import place
-from buoy.torch.gather import parameters_of
 
 __all__ = ["Steps"]
 

@@ -12,11 +12,11 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as optim
 
+from buoy._backends.torch.gradients import parameters_of
 from buoy.diagnose.doctor.facts import Facts, ScalerFacts
 from buoy.diagnose.doctor.losses import Losses
 from buoy.diagnose.doctor.patches import Patches, place, scalers, schedulers
 from buoy.diagnose.doctor.steps import Steps
-from buoy.torch.gather import parameters_of
 
 __all__ = ["Enough", "Watching"]
 

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.lognormal import LogNormal
 from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.peer import PeerBackoff
+from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.presets.table import FLOAT32_MAX, preset, refuse
-from buoy._core.policies.quirks import Quirks
 from buoy._core.policies.static import Static
 
 
@@ -21,7 +21,7 @@ def keras(
     Bug of the peer: 0 and inf are reached, and stay.  `api="stateless_apply"` is its
     path under JAX, where subnormal scales become 0.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=initial_scale,
         growth_interval=dynamic_growth_steps,
         quirks=Quirks(
@@ -57,7 +57,7 @@ def tf(
     multiplier: float = 2.0,
 ) -> Policy:
     """Grow after 2000 clean steps, divide on overflow down to 1."""
-    return Backoff(
+    return PeerBackoff(
         init_scale=initial_loss_scale,
         growth_factor=multiplier,
         backoff_factor=1.0 / multiplier,
@@ -77,7 +77,7 @@ def tf1_contrib(
     decr_ratio: float = 0.8,
 ) -> Policy:
     """Shrink at every second overflow, counted until the scale moves."""
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_loss_scale,
         growth_factor=incr_ratio,
         backoff_factor=decr_ratio,
@@ -97,12 +97,12 @@ def paddle(
     decr_ratio: float = 0.5,
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
-) -> Backoff:
+) -> PeerBackoff:
     """Shrink at every n-th overflow in a row; no bounds.
 
     Bug of the peer: 0 and inf are reached, and stay.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_loss_scaling,
         growth_factor=incr_ratio,
         backoff_factor=decr_ratio,
@@ -143,7 +143,7 @@ def mindspore(
     """Grow after 2000 clean steps, divide down to 1; stop at 1001 overflows."""
     if init_loss_scale < 1.0:
         raise refuse("mindspore", "init_loss_scale", init_loss_scale, "at least 1")
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_loss_scale,
         growth_factor=scale_factor,
         backoff_factor=1.0 / scale_factor,
@@ -166,7 +166,7 @@ def mindspore_cell(
     scale_window: int = 2000,
 ) -> Policy:
     """Grow after 2000 clean steps, divide on overflow down to 1; no ceiling."""
-    return Backoff(
+    return PeerBackoff(
         init_scale=loss_scale_value,
         growth_factor=scale_factor,
         backoff_factor=1.0 / scale_factor,
@@ -188,7 +188,7 @@ def mxnet(
     Bug of the peer: every change takes effect one step late, so that each overflow is
     followed by another step at the same scale.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_scale,
         growth_interval=scale_seq_len,
         max_scale=max_loss_scale,
@@ -206,7 +206,7 @@ def chainer(interval: int = 1000, scale: float | None = None) -> Policy:
     """
     if scale is not None:
         return Static(init_scale=scale)
-    return Backoff(
+    return PeerBackoff(
         init_scale=1.0,
         growth_factor=2.0 ** (1.0 / interval),
         growth_interval=1,
@@ -227,7 +227,7 @@ def nnabla(
     The peer tries again at once with new data, up to 100 times: each attempt is one
     `update` here.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=scale,
         growth_factor=scaling_factor,
         backoff_factor=1.0 / scaling_factor,
@@ -257,7 +257,7 @@ def openseq2seq(
     that was meant.
     """
     del algorithm, ordering
-    return Backoff(
+    return PeerBackoff(
         init_scale=scale_max,
         growth_factor=step_factor,
         backoff_factor=1.0 / step_factor,

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.peer import PeerBackoff
+from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset
-from buoy._core.policies.quirks import Quirks
 
 
 def _family(
@@ -15,7 +15,7 @@ def _family(
     tolerance: float,
     **quirks: Any,
 ) -> Policy:
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_scale,
         growth_factor=scale_factor,
         backoff_factor=1.0 / scale_factor,
@@ -122,7 +122,7 @@ def fairseq2(
     Bug of the peer: changes of less than 1e-5 go unseen, so that a floor below about
     2e-5 does not hold.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_scale,
         growth_factor=scale_factor,
         backoff_factor=1.0 / scale_factor,

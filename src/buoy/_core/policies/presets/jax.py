@@ -1,9 +1,9 @@
 """Scalers of the JAX world, and those that follow its shape."""
 
-from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.peer import PeerBackoff
+from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
-from buoy._core.policies.quirks import Quirks
 
 
 @preset("flax DynamicScale 0.12.8")
@@ -19,7 +19,7 @@ def flax(
     Bug of the peer: the counter is tested before it is moved, so growth comes one step
     late, every time.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -75,7 +75,7 @@ def mpx(
 
     Bug of the peer: after touching 65504 the scale is no power of two any more.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=loss_scaling,
         growth_factor=factor,
         backoff_factor=1.0 / factor,
@@ -96,7 +96,7 @@ def jaxamp(
 
     Bugs of the peer: growth is one step late; inf and 0 stay for ever.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=scaler,
         growth_factor=adjust_factor,
         backoff_factor=1.0 / adjust_factor,
@@ -126,7 +126,7 @@ def _jmp_rule(
     init: float, period: int, factor: float, floor: float, *, divides: bool = True
 ) -> Policy:
     # XLA turns a division by a constant into a multiplication by its reciprocal.
-    return Backoff(
+    return PeerBackoff(
         init_scale=init,
         growth_factor=factor,
         backoff_factor=1.0 / factor,

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from math import inf
 
-from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.peer import PeerBackoff
+from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
-from buoy._core.policies.quirks import Quirks
 from buoy._core.policies.static import NoScaling, Static
 
 _TORCH = Quirks(arithmetic="wide", at_min="none", at_max="keep")
@@ -19,13 +19,13 @@ def torch(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-) -> Backoff:
+) -> PeerBackoff:
     """Grow after 2000 clean steps, halve on overflow; no floor.
 
     Bug of the peer: without a floor the scale reaches 0, and 1/0 then writes NaN into
     the weights.  `backoff` has the same trajectory and bounds.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -41,7 +41,7 @@ def fsdp(
     backoff_factor: float = 0.5,
     growth_factor: float = 2.0,
     growth_interval: int = 2000,
-) -> Backoff:
+) -> PeerBackoff:
     """Follow torch's rule in float32, with neither floor nor ceiling.
 
     Bug of the peer: on a CPU the scale grows to inf and stays there.
@@ -81,7 +81,7 @@ def apex(
     del scale_factor
     if loss_scale != "dynamic":
         return Static(init_scale=loss_scale, skip=False)  # type: ignore[arg-type]
-    return Backoff(
+    return PeerBackoff(
         init_scale=min(init_scale, max_loss_scale),
         growth_interval=scale_window,
         min_scale=min_loss_scale or FLOAT32_TINY,
@@ -99,7 +99,7 @@ def apex_fp16_utils(
     scale_window: int = 1000,
 ) -> Policy:
     """Grow after 1000 clean steps, without ceiling; never below 1."""
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_scale,
         growth_factor=scale_factor,
         backoff_factor=1.0 / scale_factor,
@@ -151,7 +151,7 @@ def megatron(
     """
     if initial_scale < min_scale:
         raise refuse("megatron", "initial_scale", initial_scale, "at least `min_scale`")
-    return Backoff(
+    return PeerBackoff(
         init_scale=initial_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -177,7 +177,7 @@ def colossalai(
 
     Bug of the peer: its checkpoint omits both counters.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=initial_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -227,7 +227,7 @@ def deepspeed(
     whole_rule = optimizer == "ZeRO" and zero_stage != 0
     shift = delayed_shift if hysteresis is None else hysteresis
     start = init_scale if initial_scale_power is None else 2.0**initial_scale_power
-    return Backoff(
+    return PeerBackoff(
         init_scale=start,
         growth_interval=loss_scale_window or scale_window,
         min_scale=float(min_loss_scale or min_scale),
@@ -273,7 +273,7 @@ def bmtrain(
     if max_loss_scale == inf:
         max_loss_scale = None
     factor = loss_scale_factor if loss_scale_factor > 1 else 1.0 / loss_scale_factor
-    return Backoff(
+    return PeerBackoff(
         init_scale=loss_scale,
         growth_factor=factor,
         backoff_factor=1.0 / factor,
@@ -306,7 +306,7 @@ def cerebras(
         return Static(init_scale=loss_scale)  # type: ignore[arg-type]
     if min_loss_scale < 2.0**-14:
         raise refuse("cerebras", "min_loss_scale", min_loss_scale, "at least 2^-14")
-    return Backoff(
+    return PeerBackoff(
         init_scale=init_scale,
         growth_interval=steps_per_increase + 1,
         min_scale=min_loss_scale,
@@ -326,7 +326,7 @@ def fastai(
 
     Bug of the peer: `max_loss_scale` is where it starts, not a ceiling.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale=max_loss_scale,
         growth_factor=div_factor,
         backoff_factor=1.0 / div_factor,
@@ -350,7 +350,7 @@ def guided_diffusion(
 
     Bug of the peer: no bounds; a NaN in the forward pass sends it to 2^-16000.
     """
-    return Backoff(
+    return PeerBackoff(
         init_scale_power=initial_lg_loss_scale,
         growth_step=fp16_scale_growth,
         growth_interval=1,

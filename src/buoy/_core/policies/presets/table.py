@@ -1,4 +1,4 @@
-"""The table of presets, and the pieces that several rows share."""
+"""The table of presets, and helpers for its rows."""
 
 import inspect
 from collections.abc import Callable
@@ -47,7 +47,7 @@ PRESETS: dict[str, Preset] = {}
 
 
 def preset(peer: str) -> Callable[[_Build], _Build]:
-    """Enter the decorated function into the table under its own name."""
+    """Add the decorated function to the table under its own name."""
 
     def enter(build: _Build) -> _Build:
         PRESETS[build.__name__] = Preset(build.__name__, peer, build)
@@ -67,7 +67,7 @@ CHOICES = {
 
 
 def check(row: Preset, given: dict[str, Any]) -> None:
-    """Refuse what no peer could mean, under the name that the user typed."""
+    """Raise for invalid arguments, under the names that the user typed."""
     for name, value in given.items():
         hint = str(inspect.signature(row.build).parameters[name].annotation)
         problem = _problem(name, value, hint)
@@ -100,5 +100,5 @@ _MAY_BE_0 = ("hysteresis", "zero_stage")
 
 
 def refuse(name: str, field: str, value: Any, accepted: str) -> PolicyError:
-    """Make the error for a value that the peer's own constructor refuses."""
+    """Return the error for a value that the peer's own constructor rejects."""
     return PolicyError(f"{name}: `{field}` must be {accepted}, got {value!r}.")

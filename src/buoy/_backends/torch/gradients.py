@@ -1,0 +1,393 @@
+"""Gather an optimizer's gradients, check and measure them in one pass, multiply them.
+
+`take_survey` only reads; `multiply_` writes.  Results are 0-d tensors on the
+scale's device, without host reads.
+"""
+
+import math
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from buoy._backends import torch as backend
+from buoy._core.errors import OptionError
+from buoy._core.step import bounded_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "Bucket",
+    "Gathered",
+    "Survey",
+    "check_and_multiply_",
+    "coalesce_sparse_",
+    "gather",
+    "magnitudes",
+    "multiply_",
+    "nonfinite_parameters",
+    "parameters_of",
+    "same_parameters",
+    "take_survey",
+]
+
+
+class Bucket(NamedTuple):
+    """Gradients of one device and one dtype, for one kernel call."""
+
+    device: torch.device
+    dtype: torch.dtype
+    grads: list[torch.Tensor]
+
+
+class Gathered(NamedTuple):
+    """All gradients of an optimizer, real and dense, and their parameters.
+
+    Sparse gradients are represented by their values, complex ones by pairs of reals,
+    DTensors by this rank's part.  All share memory with `.grad`.
+    """
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    buckets: list[Bucket]
+    plain: bool = False  # dense float32, all on one device
+
+    @property
+    def half(self) -> bool:
+        """Whether some gradients are FP16."""
+        return any(bucket.dtype is torch.float16 for bucket in self.buckets)
+
+
+class Survey(NamedTuple):
+    """The findings about an optimizer's scaled gradients."""
+
+    found: torch.Tensor  # float32 []: 1 if any would not be finite after unscaling
+    norm: torch.Tensor | None = None  # float []: of all gradients, exact if finite
+    # float []: the norm of each, in order of the parameters; sometimes stacked
+    parts: tuple[torch.Tensor, ...] | torch.Tensor = ()
+    amax: torch.Tensor | None = None  # float32 []: the largest magnitude
+
+
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_LARGE = 8192  # elements per gradient above which a sum beats the amp kernel
+_FLOAT = torch.float32
+_DENSE_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float64})
+_STRIDED = torch.strided
+_DISTRIBUTED = dist.is_available()
+_numel = torch.Tensor.numel
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of all parameter groups of an optimizer."""
+    return [param for group in _groups_of(optimizer) for param in group["params"]]
+
+
+def _groups_of(optimizer: Any) -> Any:
+    try:
+        return optimizer.param_groups
+    except AttributeError:
+        message = (
+            f"'{type(optimizer).__name__}' object has no attribute 'param_groups': it "
+            "is not an optimizer, so its gradients cannot be checked. Pass the "
+            "torch.optim.Optimizer itself, or a wrapper that has its `param_groups`."
+        )
+        raise OptionError(message) from None
+
+
+def gather(optimizer: Any) -> Gathered:
+    """Collect the gradients of all parameter groups, sorted by device and dtype."""
+    params: list[Any] = []
+    grads: list[Any] = []
+    plain, on_cpu, home = True, True, None
+    for group in _groups_of(optimizer):
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if home is None:
+                home, on_cpu = grad.device, grad.is_cpu
+            if (
+                grad.dtype is not _FLOAT
+                or grad.layout is not _STRIDED
+                or not (grad.is_cpu if on_cpu else grad.device == home)
+            ):
+                plain = False
+            params.append(param)
+            grads.append(grad)
+    if _DISTRIBUTED and dist.is_initialized():
+        grads = [_local_part(param) for param in params]
+    if plain and home is not None:
+        return Gathered(params, grads, [Bucket(home, _FLOAT, grads)], plain=True)
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if grad.dtype not in _DENSE_TYPES or grad.layout is not _STRIDED:
+            grads[i] = _real_and_dense(param, grad)
+    return _sorted(params, grads)
+
+
+def _local_part(param: Any) -> torch.Tensor:
+    """Return this rank's part of a gradient, in the parameter's layout."""
+    grad: Any = param.grad
+    placements = getattr(grad, "placements", None)
+    if placements is None:
+        return grad  # type: ignore[no-any-return]
+    if any(placement.is_partial() for placement in placements):
+        # A partial gradient: reduce it, then take the local part.
+        param.grad = grad = grad.redistribute(placements=param.placements)
+    part: torch.Tensor = grad.to_local()
+    return part
+
+
+def _real_and_dense(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if grad.is_sparse:
+        # Duplicate entries of an FP16 gradient may overflow only once they are added.
+        if grad.dtype is torch.float16:
+            param.grad = grad = grad.coalesce()
+        grad = grad._values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _sorted(params: list[torch.Tensor], grads: list[torch.Tensor]) -> Gathered:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    return Gathered(
+        params, grads, [Bucket(*kind, some) for kind, some in kinds.items()]
+    )
+
+
+def coalesce_sparse_(gathered: Gathered) -> bool:
+    """Sum duplicate rows of sparse gradients; return whether there were any.
+
+    The norm of a sparse gradient is defined after the sum.
+    """
+    changed = False
+    for param in gathered.params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse and not grad.is_coalesced():
+            param.grad, changed = grad.coalesce(), True
+    return changed
+
+
+def magnitudes(gathered: Gathered, order: float) -> Gathered:
+    """Replace complex gradients by their magnitudes, if the order is not 2."""
+    if gathered.plain or order == 2.0:
+        return gathered
+    if not any(param.is_complex() for param in gathered.params):
+        return gathered
+    sizes = [
+        torch.view_as_complex(grad).abs() if param.is_complex() else grad
+        for param, grad in zip(gathered.params, gathered.grads, strict=True)
+    ]
+    return _sorted(gathered.params, sizes)
+
+
+def same_parameters(optimizer: Any, seen: list[torch.Tensor]) -> bool:
+    """Return whether every parameter that has a gradient now is in `seen`."""
+    now = [p for p in parameters_of(optimizer) if p.grad is not None]
+    if len(now) == len(seen) and all(map(is_, now, seen)):
+        return True
+    known = set(map(id, seen))
+    return all(id(param) in known for param in now)
+
+
+# -- inspecting ------------------------------------------------------------------------
+
+
+def take_survey(
+    gathered: Gathered,
+    inverse: torch.Tensor,
+    *,
+    order: float | None = None,
+    amax: bool = False,
+    safe: bool = False,
+) -> Survey:
+    """Check the gradients and measure them in one pass.
+
+    Args:
+        gathered: the gradients, multiplied by the scale.
+        inverse: 1 / scale.
+        order: the order of the norm; None for no norm.
+        amax: whether to measure the largest magnitude.
+        safe: whether dividing by the scale cannot overflow (the scale is at least 1).
+    """
+    if not gathered.grads:
+        zero = torch.zeros_like(inverse)
+        return Survey(zero, None if order is None else zero)
+    if order is None and amax:
+        return _largest(gathered, inverse)
+    if order is None:
+        return Survey(_check(gathered, inverse, safe=safe))
+    survey = _measure(gathered, order, inverse)
+    if amax:
+        survey = survey._replace(amax=_largest(gathered, inverse).amax)
+    return survey
+
+
+def _check(gathered: Gathered, inverse: torch.Tensor, *, safe: bool) -> torch.Tensor:
+    """Check without writing.  float32 []."""
+    flags = []
+    for bucket in gathered.buckets:
+        if bucket.device.type == "cpu" and (safe or not _exceeds_one(inverse)):
+            flag = _check_on_cpu(bucket)
+        else:
+            factor = inverse.to(bucket.device, non_blocking=True)
+            flag = backend.nonfinite(backend.amax(bucket.grads) * factor).float()
+        flags.append(flag.to(inverse.device, non_blocking=True))
+    return flags[0] if len(flags) == 1 else torch.stack(flags).max()
+
+
+def _exceeds_one(factor: torch.Tensor) -> bool:
+    """Return whether a factor may be above 1; False only if the host can read it."""
+    seen = backend.host_value(factor)
+    return seen is None or not seen <= 1.0
+
+
+def _check_on_cpu(bucket: Bucket) -> torch.Tensor:
+    _, dtype, grads = bucket
+    flag = torch.zeros_like(_ONE)
+    plain = dtype is torch.float32 and type(grads[0]) is torch.Tensor
+    if plain and sum(map(_numel, grads)) > _LARGE * len(grads):
+        # The cheapest check: an inf or NaN makes the sum non-finite.
+        total = backend.host_value(torch.stack([grad.sum() for grad in grads]).sum())
+        if total is not None and math.isfinite(total):
+            return flag
+    backend.check_and_multiply_(grads, flag, _ONE)
+    return flag
+
+
+def _measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
+    """Compute the norm of all gradients, and derive the check from it."""
+    home = inverse.device
+    at_home = gathered.plain and gathered.buckets[0].device == home
+    if at_home and backend.in_host_memory(inverse):
+        return _measure_on_host(gathered.grads, order, inverse)
+    parts: dict[tuple[torch.device, torch.dtype], Iterator[torch.Tensor]] = {}
+    totals, sizes = [], []
+    for device, dtype, grads in gathered.buckets:
+        some = backend.norms(grads, order)
+        total = torch.linalg.vector_norm(torch.stack(some), order)
+        total, biggest = _settled(grads, order, total)
+        totals.append(total.to(home, non_blocking=True))
+        sizes.append(biggest.to(home, non_blocking=True))
+        parts[device, dtype] = iter(some)
+    norm = totals[0]
+    if len(totals) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(totals), order)
+    found = _overflows(sizes, inverse)
+    # Not by `id`: torch.compile would recompile for every gradient.
+    each = tuple(next(parts[grad.device, grad.dtype]) for grad in gathered.grads)
+    return Survey(found, norm, each)
+
+
+def _measure_on_host(
+    grads: list[torch.Tensor], order: float, inverse: torch.Tensor
+) -> Survey:
+    """Do the same for float32 in host memory, where reading the check is free."""
+    parts = torch.stack(backend.norms(grads, order))
+    norm, biggest = _settled(grads, order, torch.linalg.vector_norm(parts, order))
+    size = backend.host_value(biggest)
+    if size is None:
+        found = _overflows([biggest], inverse)
+    else:
+        times = size * backend.read_host_memory(
+            inverse
+        )  # NaN for 0 * inf, which does not fit
+        fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
+        found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
+    return Survey(found, norm, parts)
+
+
+def _settled(
+    grads: list[torch.Tensor], order: float, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the exact total, and a number that is finite iff all elements are.
+
+    A finite total proves that every element is finite.  A non-finite total may come
+    from an overflow in the sum of powers: then the largest element decides.
+    """
+    if order == math.inf:
+        return total, total
+    if order <= 0.0:  # such a norm may be finite though an element is not
+        return total, _biggest(grads)
+    seen = backend.host_value(total)
+    if seen is not None:
+        if math.isfinite(seen):
+            return total, total
+        return backend.exact_norm(grads, order), _biggest(grads)
+    biggest = _biggest(grads)
+    # If only the sum overflows, use an upper bound of the norm: the step is clipped
+    # harder than necessary, but not skipped.
+    bound = bounded_norm(biggest, sum(map(_numel, grads)), order)
+    return torch.where(backend.nonfinite(total), bound, total), biggest
+
+
+def _biggest(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the largest magnitude, in float32 or wider; inf and NaN propagate."""
+    return torch.stack(backend.norms(grads, math.inf)).max()
+
+
+def _overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
+    """Return whether a size is not finite, or would not be once unscaled.  float32 [].
+
+    Each size in its own dtype: a float64 gradient may exceed float32's range.
+    """
+    bad = [
+        backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
+        for size in sizes
+    ]
+    return (bad[0] if len(bad) == 1 else torch.stack(bad).any()).float()
+
+
+def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
+    """Measure the largest magnitude, and derive the check from it."""
+    sizes = [
+        _biggest(grads).to(inverse.device, non_blocking=True)
+        for _, _, grads in gathered.buckets
+    ]
+    found = _overflows(sizes, inverse)
+    return Survey(found, amax=torch.stack(sizes).max().float())
+
+
+def nonfinite_parameters(gathered: Gathered) -> list[torch.Tensor]:
+    """Return the parameters whose gradients are not finite.  Reads on the host.
+
+    Of sharded gradients only this rank's part is checked.
+    """
+    grads = gathered.grads
+    bad = backend.read([backend.nonfinite(backend.magnitude(g)) for g in grads])
+    return [p for p, flag in zip(gathered.params, bad, strict=True) if flag]
+
+
+# -- writing ---------------------------------------------------------------------------
+
+
+def check_and_multiply_(
+    gathered: Gathered, inverse: torch.Tensor, found: torch.Tensor, *, safe: bool
+) -> dict[torch.device, torch.Tensor]:
+    """Check and unscale in one pass, by torch's kernel; return a flag per device.
+
+    With a scale below 1, which may overflow, the result is checked again.
+    """
+    flags: dict[torch.device, torch.Tensor] = {}
+    for device, _, grads in gathered.buckets:
+        factor = inverse
+        if device != found.device:
+            factor = inverse.to(device, non_blocking=True)
+        if device not in flags:
+            at_home = device == found.device
+            flags[device] = (
+                found if at_home else found.to(device, non_blocking=True, copy=True)
+            )
+        backend.check_and_multiply_(grads, flags[device], factor)
+        if not safe and _exceeds_one(factor):
+            backend.check_and_multiply_(grads, flags[device], torch.ones_like(factor))
+    return flags
+
+
+def multiply_(gathered: Gathered, factor: torch.Tensor) -> None:
+    """Multiply every gradient in place."""
+    for device, _, grads in gathered.buckets:
+        backend.multiply_(grads, factor.to(device, non_blocking=True))

@@ -1,0 +1,1 @@
+"""Buoy behind the interfaces of other libraries; each module imports its own."""

@@ -1,0 +1,1 @@
+"""What can be added to a scaler; the centre imports none of it."""

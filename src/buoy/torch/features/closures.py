@@ -1,0 +1,225 @@
+"""Steps with a closure: LBFGS, SAM and other optimizers that evaluate the model.
+
+Each evaluation is scaled, checked and unscaled separately, so that the optimizer sees
+the same gradients as in FP32.  If one overflows, the step ends: weights, state and
+settings are restored to those before the step, and it counts as skipped.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from buoy._backends import torch as backend
+from buoy._backends.torch.gradients import parameters_of
+from buoy._backends.torch.snapshot import OptimizerSnapshot
+from buoy._core.ops import single
+from buoy.torch.errors import CallOrderError, DeviceModeError
+from buoy.torch.iteration import Freshness, Measured, Work, combined
+from buoy.torch.optimizers import read_found_inf
+
+__all__ = ["given", "step"]
+
+Closure = Callable[[], Any]
+
+
+class _OverflowError(BaseException):  # no `except Exception` of an optimizer stops it
+    """An evaluation overflowed: leave the optimizer's step."""
+
+
+def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the arguments of an optimizer's `step` contain a closure.
+
+    Example:
+        >>> given((print,), {}), given((), {"closure": None})
+        (True, False)
+    """
+    return bool(args and callable(args[0])) or kwargs.get("closure") is not None
+
+
+def step(
+    scaler: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a step with a closure; apply it, or undo all of it."""
+    by_name = kwargs.get("closure")
+    closure = args[0] if by_name is None else by_name
+
+    def step_with(other: Closure) -> Any:
+        if by_name is None:
+            return optimizer.step(other, *args[1:], **kwargs)
+        return optimizer.step(*args, **{**kwargs, "closure": other})
+
+    if not scaler.is_enabled():
+        result = step_with(partial(_evaluate_unscaled, optimizer, closure))
+        scaler._log.add_unscaled(optimizer)
+        return result
+    work = _begin(scaler, optimizer)
+    evaluation = _Evaluation(scaler, work, closure)
+    snapshot, result = OptimizerSnapshot(optimizer), None
+    try:
+        if scaler._iteration.scalings or work.freshness is not None:
+            evaluation.check()  # gradients computed before the step, as for SAM
+        result = step_with(evaluation)
+    except BaseException as error:
+        snapshot.restore()
+        if not isinstance(error, _OverflowError):
+            raise
+    if work.finite is None:
+        snapshot.restore()
+        raise CallOrderError(type(optimizer).__name__ + _NOT_CALLED)
+    evaluation.conclude(snapshot)
+    return result if work.finite else None
+
+
+def _begin(scaler: Any, optimizer: Any) -> Work:
+    """Return the optimizer's work; raise if it cannot step now."""
+    if scaler._options.sync == "never" or torch.compiler.is_compiling():
+        raise DeviceModeError(_NEEDS_HOST)
+    if scaler._hooks.find("spikes") is not None:
+        raise CallOrderError(_SPIKES)
+    work: Work = scaler._per_optimizer_states[id(optimizer)]
+    if scaler._rule.tensor is not None:
+        work = scaler._work(optimizer, "step")
+    work.optimizer = optimizer
+    joint = scaler._hooks.find("joint")
+    for extension in scaler._hooks.extensions:
+        if extension is not joint:  # see `conclude`
+            extension.before_step(scaler, work)
+    scaler._survey.fp16.prepare(optimizer, scaler._names)
+    return work
+
+
+class _Evaluation:
+    """The user's closure, with scaling around each call."""
+
+    def __init__(self, scaler: Any, work: Work, closure: Closure) -> None:
+        self.scaler, self.work, self.closure = scaler, work, closure
+        self._sizes: list[tuple[Measured, Any]] = []  # `measured` and `amax` of each
+
+    def __call__(self) -> Any:
+        scaler, work, optimizer = self.scaler, self.work, self.work.optimizer
+        work.reset()
+        before = scaler._iteration.scalings
+        with torch.enable_grad():
+            loss, ran_backward = _observe(optimizer, self.closure)
+            held = scaler._per_optimizer_states.get(id(optimizer))
+            if held is not work or work["stage"] is OptState.STEPPED:
+                raise CallOrderError(_UPDATES)
+            if scaler._iteration.scalings > before:
+                self._refuse_scaled(loss)
+            elif ran_backward:
+                raise CallOrderError(_NOT_SCALED)
+            elif not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+                raise CallOrderError(f"The closure returned {loss!r:.60}{_NO_LOSS}")
+            else:
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+        if not self.check():
+            raise scaler._no_gradients(work)
+        return loss
+
+    def _refuse_scaled(self, loss: Any) -> None:
+        """Raise if the closure returned the scaled loss: line searches compare it."""
+        losses = self.scaler._iteration.losses
+        if losses and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            scale = self.scaler._rule.tensor
+            returned, bare, times = backend.read([loss, losses[-1], scale])
+            if returned == single(bare * times) != bare:
+                raise CallOrderError(_RETURNS_SCALED)
+
+    def check(self) -> bool:
+        """Unscale and check the gradients; end the step if they overflow.
+
+        Returns whether there are gradients.
+        """
+        scaler, work = self.scaler, self.work
+        if work["stage"] is OptState.READY:
+            scaler.unscale_(work.optimizer)
+        scaler._survey.settle(work)
+        home = scaler._rule.now().tensor.device
+        found = combined(work["found_inf_per_device"], home)
+        if found is None:
+            return False
+        work.finite = read_found_inf(work, found)
+        self._sizes.append((work.measured, work.amax))
+        if not work.finite:
+            raise _OverflowError
+        return True
+
+    def conclude(self, snapshot: OptimizerSnapshot) -> None:
+        """Log one step: the last evaluation, with the largest of all measurements."""
+        scaler, work, now = self.scaler, self.work, self.scaler._rule.now()
+        if len(self._sizes) > 1:
+            home = now.tensor.device
+            for name in work.measured:
+                numbers = [backend.scalar(one[name], home) for one, _ in self._sizes]
+                work.measured[name] = torch.stack(numbers).max()
+            if work.amax is not None:
+                work.amax = torch.stack([amax for _, amax in self._sizes]).max()
+        joint = scaler._hooks.find("joint")
+        if joint is not None:
+            joint.adopt(scaler, work, snapshot)
+        outcome = scaler._conclude_step(work, now.copy)
+        if not work.finite:
+            _ = outcome.norm, outcome.offenders  # read before `.grad` is cleared
+            for param in parameters_of(work.optimizer):
+                param.grad = None  # or the next step would take them for pending ones
+
+
+def _evaluate_unscaled(optimizer: Any, closure: Closure) -> Any:
+    """Evaluate for a disabled scaler: call `backward` if the closure did not."""
+    with torch.enable_grad():
+        loss, ran_backward = _observe(optimizer, closure)
+        if not ran_backward and isinstance(loss, torch.Tensor) and loss.requires_grad:
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _observe(optimizer: Any, closure: Closure) -> tuple[Any, bool]:
+    """Call a closure; return its loss, and whether it ran a backward pass itself."""
+    watch = Freshness(optimizer, None)
+    watch.expect_backward()
+    loss = closure()
+    return loss, watch.touched
+
+
+# -- refusals --------------------------------------------------------------------------
+
+_NEEDS_HOST = (
+    "Neither `sync='never'` nor torch.compile works with a closure: whether an "
+    "evaluation overflowed decides whether the optimizer continues. Use a scaler with "
+    "`sync='auto'`, outside of compiled functions."
+)
+_SPIKES = (
+    "`spike_guard` does not work with a closure: the norms at points where the "
+    "optimizer only looks show nothing about the batch. Use a scaler without "
+    "`spike_guard` for this optimizer."
+)
+_NOT_SCALED = (
+    "The closure called `backward()` on a loss that was not scaled: its gradients may "
+    "have underflowed, and must not be divided by the scale. Let it only return the "
+    "loss, or write `scaler.scale(loss).backward()` in it. Nothing was changed."
+)
+_RETURNS_SCALED = (
+    "The closure returned the scaled loss, which the optimizer would compare with "
+    "unscaled gradients. Return the loss itself: "
+    "`scaler.scale(loss).backward(); return loss`. Nothing was changed."
+)
+_NO_LOSS = (
+    " and called no `backward()`, so there is nothing to step by. Let it return the "
+    "loss as a tensor with its graph: not `loss.item()`, not detached. Nothing was "
+    "changed."
+)
+_UPDATES = (
+    "The closure called `scaler.update()` or `scaler.step()`: the scale must stay as "
+    "it is until the optimizer has finished evaluating. Call `update()` once, after "
+    "`scaler.step(optimizer, closure)`. Nothing was changed."
+)
+_NOT_CALLED = (
+    " stepped without calling the closure, so by gradients that nothing has checked; "
+    "the step was undone. Compute them before it: `scaler.scale(loss).backward()`, "
+    "then `scaler.step(optimizer)`."
+)

@@ -1,0 +1,219 @@
+"""A whole step as one graph, for `torch.compile(fullgraph=True)`.
+
+There is no host read and no branch on a value: the same check, the same policy and the
+same restore as with `sync="never"`, without the bookkeeping.  The outcome of a step
+stays in tensors until `last_step` is read.  Gates, the log, recording and warnings need
+the host and do not run here.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._backends.torch.gradients import Gathered, gather, multiply_, take_survey
+from buoy._core.step import MEASUREMENTS, clip_factor
+from buoy.torch import errors
+from buoy.torch.errors import DeviceModeError
+from buoy.torch.iteration import Work, merged
+from buoy.torch.optimizers import step_or_restore
+from buoy.torch.policy_state import Evidence
+
+__all__ = ["clip", "report", "scale", "step", "update"]
+
+# Use empty tuples, not None: torch 2.13 confuses a None with a gradient that the same
+# graph has set to None.
+
+
+class _Look(NamedTuple):
+    """The findings about one optimizer's gradients."""
+
+    optimizer: Any
+    found: torch.Tensor  # float32 []: more than 0 if any is not finite
+    multiplier: torch.Tensor  # float32 []: unscales and clips
+    measured: dict[str, Any]  # by `Policy.wants`; NaN where it is not due
+    norm: Any  # float32 []: unscaled, before clipping; None if not measured
+
+
+class _Done(NamedTuple):
+    """The outcome of the last iteration."""
+
+    steps: tuple[tuple[_Look, torch.Tensor], ...]  # and whether each was skipped
+    losses: tuple[torch.Tensor, ...]
+    scale: torch.Tensor
+    next_scale: torch.Tensor
+
+
+def scale(scaler: Any, output: torch.Tensor) -> torch.Tensor:
+    """Multiply by the scale; create its tensors on first use."""
+    rule, iteration = scaler._rule, scaler._iteration
+    if rule.tensor is None:
+        rule.make_tensors(
+            output.device, scaler._init_scale, scaler._init_growth_tracker
+        )
+    if output.numel() == 1:
+        loss = output.detach().reshape(())
+        if "loss" in rule.wants and not (rule.foreseen or scaler._agreement.active):
+            rule.run.foresee(loss, output.device)
+            rule.tensor.copy_(rule.run.scale)
+            rule.foreseen = True
+        iteration.compiled_losses = (loss,)
+    scaled: torch.Tensor = output * rule.tensor
+    return scaled
+
+
+@torch.no_grad()
+def clip(
+    scaler: Any, optimizer: Any, max_norm: float, order: float, error: bool
+) -> torch.Tensor:
+    """Store the multiplier that unscales and clips; return the unscaled norm."""
+    _refuse(scaler, optimizer)
+    if error:
+        message = (
+            "`error_if_nonfinite=True` has to read the norm, and a compiled step reads "
+            "nothing. Leave it out: a step that overflows is skipped by itself."
+        )
+        raise DeviceModeError(message)
+    seen = _look(scaler._rule, optimizer, gather(optimizer), order)
+    norm: torch.Tensor = seen.norm
+    factor = seen.multiplier * clip_factor(norm, max_norm, backend.ops())
+    scaler._iteration.compiled_looks += (seen._replace(multiplier=factor),)
+    return norm
+
+
+@torch.no_grad()
+def step(scaler: Any, optimizer: Any) -> None:
+    """Step, and restore the old values if the step must be skipped."""
+    _refuse(scaler, optimizer)
+    iteration, rule = scaler._iteration, scaler._rule
+    if any(seen.optimizer is optimizer for seen, _ in iteration.compiled_steps):
+        raise errors.step_twice()
+    gathered = gather(optimizer)
+    noted = [one for one in iteration.compiled_looks if one.optimizer is optimizer]
+    seen = noted[-1] if noted else _look(rule, optimizer, gathered)
+    skipped = seen.found
+    if rule.run is not None:
+        allowed = rule.run.allows(Evidence(seen.found, None, seen.measured))
+        veto = torch.as_tensor(allowed, device=skipped.device).logical_not()
+        skipped = torch.maximum(skipped, veto.float())
+    multiply_(gathered, seen.multiplier)
+    twin = _Traceable(optimizer)
+    step_or_restore(optimizer, skipped, (twin,), {}, step=_unwrapped(twin.kind.step))
+    iteration.compiled_steps += ((seen, skipped),)
+
+
+@torch.no_grad()
+def update(scaler: Any) -> None:
+    """Update the scale."""
+    iteration, rule = scaler._iteration, scaler._rule
+    steps = iteration.compiled_steps
+    if not steps:
+        raise errors.nothing_recorded()
+    iteration.compiled_looks = iteration.compiled_steps = ()
+    before = rule.tensor.clone()
+    found = torch.stack([seen.found for seen, _ in steps]).max()
+    measured = merged([seen.measured for seen, _ in steps], found.device)
+    rule.move_on_device(Evidence(found, None, measured))
+    rule.foreseen = False
+    rule.uncounted.add_(1)
+    scaler._log.compiled = _Done(
+        steps, iteration.compiled_losses, before, rule.tensor.clone()
+    )
+
+
+def report(scaler: Any) -> None:
+    """Add the outcome of the last compiled iteration to the scaler's log."""
+    done, scaler._log.compiled = scaler._log.compiled, None
+    for seen, skipped in done.steps:
+        work = Work()
+        work.optimizer, work.norm = seen.optimizer, seen.norm
+        outcome = scaler._log.add(work, skipped, done.scale, done.losses)
+        outcome._next = done.next_scale
+
+
+# -- inspecting ------------------------------------------------------------------------
+
+
+def _look(
+    rule: Any, optimizer: Any, gathered: Gathered, order: float | None = None
+) -> _Look:
+    """Check the gradients, and measure what the policy wants."""
+    if not gathered.grads:
+        raise errors.no_gradients()
+    inverse, turn = rule.tensor.reciprocal(), rule.turn + rule.uncounted
+    survey = take_survey(gathered, inverse, order=order, amax=True)
+    measured: dict[str, Any] = {}
+    for name in rule.wants & MEASUREMENTS.keys():
+        take, due = backend.MEASURE.get(name), MEASUREMENTS[name].due(turn)
+        value: Any = take(gathered.buckets, inverse.device) if take else survey.amax
+        measured[name] = value if due is True else torch.where(due, value, torch.nan)
+    norm = None if survey.norm is None else (survey.norm * inverse).float()
+    return _Look(optimizer, survey.found, inverse, measured, norm)
+
+
+# -- stepping --------------------------------------------------------------------------
+
+
+def _unwrapped(method: Any) -> Any:
+    """Return a method without torch's wrappers, which break the graph."""
+    while hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+class _Traceable:
+    """An optimizer's parameter groups and state in a class that the compiler traces.
+
+    The compiler treats `torch.optim.Optimizer` specially, and refuses to step one in
+    the graph that computed its gradients; it traces the same code run on this class.
+    """
+
+    grad_scale = found_inf = None
+
+    def __init__(self, optimizer: Any) -> None:
+        self.kind = type(optimizer)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.defaults = optimizer.defaults
+
+    def _init_group(self, *args: Any) -> Any:
+        return _unwrapped(self.kind._init_group)(self, *args)
+
+    def _cuda_graph_capture_health_check(self) -> None:
+        """Nothing to check: the compiler itself requires `capturable`."""
+
+    _accelerator_graph_capture_health_check = _cuda_graph_capture_health_check
+
+
+# -- refusals --------------------------------------------------------------------------
+
+
+def _refuse(scaler: Any, optimizer: Any) -> None:
+    """Raise for what cannot be traced, or for half of a step."""
+    kind = type(optimizer).__name__
+    plain = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    )
+    what = ""
+    if scaler._agreement.active:
+        what = "a step that other ranks take part in: its outcome would not be theirs"
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        what = f"into fused {kind}. Build it with `fused=False`: the compiler fuses it"
+    elif getattr(optimizer, "_buoy_masters", None) is not None:
+        what = "a step with master weights, which replace the parameters in it"
+    elif not plain and not optimizer.state:
+        what = (
+            f"the first step of {kind}, which makes its state and could not be undone. "
+            "Take one step without torch.compile first"
+        )
+    elif len(scaler._per_optimizer_states):
+        what = (
+            "half of a step: after `unscale_` or clipping outside of the compiled "
+            "function the gradients would be divided by the scale twice"
+        )
+    if what:
+        message = (
+            f"torch.compile does not trace {what}. Or leave all of `unscale_`, "
+            "`clip_grad_norm_`, `step` and `update` out of the compiled function; the "
+            "model may stay in it."
+        )
+        raise DeviceModeError(message)

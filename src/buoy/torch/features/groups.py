@@ -1,0 +1,274 @@
+"""Scale groups: several losses with a scale each, under one scaler.
+
+A scale group is a scaler of the same class, created by another scaler, its parent.  It
+scales, clips and steps as any other; the parent's `update` moves its scale.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from buoy._backends.torch.gradients import parameters_of
+from buoy._backends.torch.graph import graph_of
+from buoy.torch import errors
+from buoy.torch.errors import CallOrderError, OptionError
+from buoy.torch.hooks import Extension, feature
+from buoy.torch.iteration import Work, evidence_of
+from buoy.torch.options import TORCH_DEFAULTS, Options
+
+__all__ = ["Groups", "Origins", "group", "restore", "wrong_scale"]
+
+_OWN = (*TORCH_DEFAULTS, "policy", "min_scale", "max_scale", "trace")
+_PROBES = 3  # losses of each scale group whose graph is walked
+
+
+# -- creating scale groups -------------------------------------------------------------
+
+
+def group(scaler: Any, name: str, options: dict[str, Any]) -> Any:
+    """Return the scale group of this name; create it if there is none.
+
+    Example:
+        >>> import buoy.torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> scaler = buoy.torch.GradScaler("cpu")
+        >>> critic = scaler.group("critic", init_scale=2.0**8)
+        >>> critic.scale(weight.sum()).backward()
+        >>> critic.step(optimizer)
+        >>> scaler.update()
+        >>> critic.get_scale(), scaler.get_scale()
+        (256.0, 65536.0)
+    """
+    if scaler._hooks.find("group") is not None:
+        message = (
+            "A scale group cannot have scale groups: one `update` moves them all. Call "
+            f"`scaler.group({name!r})` on the scaler itself."
+        )
+        raise OptionError(message)
+    groups = scaler._hooks.find("groups")
+    made = None if groups is None else groups.members.get(name)
+    if made is None:
+        trace = options.pop("trace", None)
+        made = restore(scaler, name, _own_options(scaler._options, name, options))
+        if trace is not None and made.is_enabled():
+            feature("record").record(made, trace)
+    elif options:
+        message = (
+            f"Scale group {name!r} already exists and its scale is in use. Pass "
+            f"{', '.join(options)} with the first `scaler.group({name!r}, ...)`."
+        )
+        raise OptionError(message)
+    return made
+
+
+def _own_options(options: Options, name: str, changed: dict[str, Any]) -> Options:
+    """Return a scaler's options with those of a scale group replaced."""
+    wrong = sorted(set(changed) - set(_OWN))
+    if wrong:
+        message = (
+            f"Scale group {name!r} cannot have its own {', '.join(wrong)}: it belongs "
+            f"to the whole scaler. A scale group may differ in {', '.join(_OWN)}."
+        )
+        raise OptionError(message)
+    if "policy" in changed:  # the other numbers are those of the scaler's own rule
+        changed = {**TORCH_DEFAULTS, "min_scale": None, "max_scale": None, **changed}
+    return replace(options, **changed)
+
+
+def restore(scaler: Any, name: str, options: Options) -> Any:
+    """Create a scale group with these options, also for a copy of a scaler."""
+    groups, joint = scaler._hooks.find("groups"), scaler._hooks.find("joint")
+    if groups is None:
+        groups = Groups(scaler)
+        scaler._hooks.add(groups, first=True)
+    made: Any = object.__new__(type(scaler))
+    made._assemble(options, scaler._names, scaler._agreement)
+    made.__dict__.update(scaler._extra())
+    made._hooks.add(Member(name, groups.origins), first=True)
+    if joint is not None:
+        made._hooks.find("joint").taken = joint.taken  # one list for all
+    groups.add(name, made)
+    return made
+
+
+# -- which scale group's loss a gradient came from -------------------------------------
+
+
+class Origins:
+    """Maps each parameter to the scale groups that have added to its gradient.
+
+    Tracks only the first losses of each scale group: the loss's graph gives the
+    parameters, and a hook on the loss runs when its backward pass begins.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self.parent = weakref.ref(scaler)
+        self.scalers = weakref.WeakSet([scaler])  # the parent and its scale groups
+        self._may_read = scaler._options.sync != "never"
+        self._left: dict[str, int] = defaultdict(lambda: _PROBES)
+        self._from: Any = WeakTensorKeyDictionary()
+
+    def follow(self, name: str, loss: torch.Tensor) -> None:
+        """Register a hook for the beginning of this loss's backward pass."""
+        self._left[name] -= 1
+        if self._left[name] < 0:
+            self._from.clear()  # the parameters of this loss are unknown
+        elif loss.requires_grad:
+            reached, _ = graph_of(loss)
+
+            def begin(_: torch.Tensor) -> None:
+                for param in reached:
+                    kept = self._may_read and _holds_something(param)
+                    before = self._from.get(param, set()) if kept else set()
+                    self._from[param] = before | {name}
+
+            loss.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    def of(self, params: Iterable[torch.Tensor]) -> set[str]:
+        """Return the scale groups that these gradients came from, as far as tracked."""
+        return {name for param in params for name in self._from.get(param, ())}
+
+    def still_in(self, params: Iterable[torch.Tensor]) -> set[str]:
+        """Return the same, without gradients that were set to zero since."""
+        known = [param for param in params if param in self._from]
+        return self.of(filter(_holds_something, known) if self._may_read else known)
+
+    def forget(self, params: Iterable[torch.Tensor]) -> None:
+        """Drop the entries of gradients that are now unscaled."""
+        for param in params:
+            self._from.pop(param, None)
+
+
+def _holds_something(param: torch.Tensor) -> bool:
+    """Return whether a gradient exists and is not zero.  Reads on the host."""
+    return param.grad is not None and bool((param.grad != 0).any())
+
+
+def wrong_scale(call: str, name: str, origins: Iterable[str]) -> CallOrderError:
+    """Return the error for gradients with another scale than a call expects."""
+    me, *whose = (
+        f"group {one!r}" if one else "the scaler itself"
+        for one in (name, *sorted(origins))
+    )
+    return CallOrderError(
+        f"`{call}` was called on {me}, but the gradients come from losses of "
+        f"{' and '.join(whose) or 'several groups'}: they would be divided by the "
+        "wrong scale. Step with the group that scaled its loss, and clear the "
+        "gradients between groups (`optimizer.zero_grad()`). To add up losses of "
+        "several groups, run them by `scaler.backward({group: loss, ...}, optimizer)`, "
+        "then call `scaler.step(optimizer)`."
+    )
+
+
+class _GroupBase(Extension):
+    """What a parent scaler and its scale groups have in common."""
+
+    def __init__(self, name: str, origins: Origins) -> None:
+        self.name, self.origins, self.parent = name, origins, origins.parent
+
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: torch.Tensor) -> None:
+        """Detect a backward pass into gradients that another of them inspected."""
+        del scaler, loss
+        for one in self.origins.scalers:
+            for work in one._per_optimizer_states.values():
+                if work.freshness is not None:
+                    work.freshness.expect_backward()
+        self.origins.follow(self.name, scaled)
+
+    def before_step(self, scaler: Any, work: Work) -> None:
+        """Raise for gradients that have another scale, or are already unscaled."""
+        del scaler
+        found = self.origins.of(parameters_of(work.optimizer))
+        if self.name if work.combined else found - {self.name}:
+            raise wrong_scale("step", self.name, found)
+
+
+class Member(_GroupBase):
+    """Makes a scaler a scale group; holds its name and its parent."""
+
+    key = "group"
+
+    def stepped(self, scaler: Any, work: Work) -> None:
+        """Add the step to the parent's log, too."""
+        del scaler
+        if (parent := self.parent()) is not None:
+            log = parent._log
+            log.last = log.by_optimizer[id(work.optimizer)] = work.outcome
+
+    def before_update(self, scaler: Any) -> None:
+        """Raise: only the parent's `update` may be called."""
+        del scaler
+        message = (
+            f"`update` was called on scale group {self.name!r}, but one call moves all "
+            "scales. Call `scaler.update()` once, after every optimizer has stepped."
+        )
+        raise OptionError(message)
+
+
+class Groups(_GroupBase):
+    """The scale groups of a scaler, and loaded states of those not created yet."""
+
+    key = "groups"
+
+    def __init__(self, scaler: Any) -> None:
+        super().__init__("", Origins(scaler))
+        self.members: dict[str, Any] = {}
+        self._waiting: dict[str, Any] = {}
+
+    def add(self, name: str, made: Any) -> None:
+        """Add a scale group; restore its state if one was loaded before."""
+        self.members[name] = made
+        self.origins.scalers.add(made)
+        if name in self._waiting:
+            made.load_state_dict(self._waiting.pop(name))
+
+    def options(self) -> dict[str, Options]:
+        """Return the scale groups' options, for a copy; raise in mid-iteration."""
+        return {k: one.__getstate__()["options"] for k, one in self.members.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all scale groups, by name."""
+        return self._waiting | {k: one.state_dict() for k, one in self.members.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore saved states; keep those of scale groups that are created later."""
+        self._waiting = dict(state)
+        for name in state.keys() & self.members.keys():
+            self.members[name].load_state_dict(self._waiting.pop(name))
+
+    def update(self, scaler: Any, new_scale: float | torch.Tensor | None) -> None:
+        """Update every scale that has findings; then advance the gated objects."""
+        family = [scaler, *self.members.values()]
+        busy = [one for one in family if _works(one) and one._rule.tensor is not None]
+        learning = [one for one in busy if _learns(one)]
+        if new_scale is None and not learning:
+            raise errors.nothing_recorded()
+        outcomes = [work.outcome for one in busy for work in _works(one)]
+        with ExitStack() as ending:  # if one of them raises, the others still update
+            if new_scale is not None:
+                scaler._update(new_scale)
+            ending.callback(scaler._log.open_gates, list(filter(None, outcomes)))
+            for one in filter(_works, busy):
+                if one not in learning:
+                    one._iteration.losses.clear()  # the scale groups have their own
+                ending.callback(one._update, idle=True)
+
+
+def _works(scaler: Any) -> list[Work]:
+    return list(scaler._per_optimizer_states.values())
+
+
+def _learns(scaler: Any) -> bool:
+    """Return whether there are findings for the policy."""
+    works = _works(scaler)
+    for work in works:
+        if work.pending is not None:
+            scaler._survey.settle(work)
+    return evidence_of(works, scaler._rule.now().tensor.device) is not None

@@ -1,0 +1,346 @@
+"""Warn once about mistakes that would otherwise degrade training silently.
+
+Expensive checks run only on the first losses, on an optimizer's first steps, or after a
+skip.  A correct loop gets no warning.
+"""
+
+import math
+import weakref
+from collections import defaultdict
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from buoy._backends.torch.gradients import Gathered, gather, parameters_of
+from buoy._backends.torch.graph import graph_of
+from buoy._backends.torch.reader import AsyncReader
+from buoy._core.warn import warn
+from buoy.torch.errors import BuoyWarning, CallOrderError
+from buoy.torch.hooks import Extension, is_foreign
+from buoy.torch.iteration import Work
+
+__all__ = ["Hints"]
+
+_LOSSES = 4  # the first losses, whose graphs are walked
+_MORE_LOSSES = 2  # after the 2nd, 4th, 8th ... step: the model may have been replaced
+
+
+class Hints(Extension):
+    """Collects facts about a training loop, and warns about mistakes."""
+
+    key = "hints"
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+        self._losses_left = _LOSSES
+        self._steps = 0
+        self._has_graph: bool | None = None  # whether a loss had one; None: no loss yet
+        # By id: parameters that losses depend on, and optimizers that have stepped.
+        self._reached = weakref.WeakValueDictionary[int, torch.Tensor]()
+        self._known = weakref.WeakValueDictionary[int, Any]()
+        # Optimizers of models with `model`'s shapes; None once `model` has stepped.
+        self._lookalikes: set[int] | None = set()
+        self._bad: dict[int, list[_Gradient]] = {}  # of each optimizer's last skip
+        self._clipping: dict[int, _Clipping] = defaultdict(_Clipping)
+
+    def warn(self, topic: str, message: str) -> None:
+        """Warn, once for each topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warn(message, BuoyWarning)
+
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that have stepped and still exist."""
+        return list(self._known.values())
+
+    def loss_scaled(
+        self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
+    ) -> None:
+        """Check the graph of the first losses: steps in backward, BF16, no graph."""
+        if self._losses_left <= 0:
+            return
+        if not loss.requires_grad:
+            if loss.dim() == 0 and torch.is_grad_enabled() and not self._has_graph:
+                self._has_graph = False
+                self.warn("no graph", _NO_GRAPH)
+            return
+        reached, dtypes = graph_of(loss)
+        _refuse_steps_in_backward(scaler, scaled, reached)
+        self._losses_left -= 1
+        in_bf16 = torch.bfloat16 in dtypes and torch.float16 not in dtypes
+        if in_bf16 and not self._has_graph:
+            self.warn("bf16", _BF16)
+        self._has_graph = True
+        self._reached.update((id(param), param) for param in reached)
+
+    def before_look(self, scaler: Any, work: Work) -> None:
+        """Check whether gradients were not cleared, or clipped while scaled."""
+        key = id(work.optimizer)
+        if self._bad:
+            work.stale = any(map(_is_kept, self._bad.pop(key, ())))
+        clipping = self._clipping[key]
+        if clipping.left > 0:
+            losses = len(scaler._iteration.losses)
+            scale = clipping.look(work.optimizer, scaler._rule.tensor, losses)
+            if scale is not None:
+                self.warn("clipped", _CLIPPED.format(scale))
+
+    def before_step(self, scaler: Any, work: Work) -> None:
+        """Check an optimizer at its first step."""
+        self._steps += 1
+        if not self._steps & (self._steps - 1):
+            self._losses_left = max(self._losses_left, _MORE_LOSSES)
+        optimizer = work.optimizer
+        if self._known.get(id(optimizer)) is optimizer:
+            if self._lookalikes and id(optimizer) in self._lookalikes:
+                self._lookalikes = None
+                self.warn("other model", _OTHER_MODEL)
+            return
+        held = parameters_of(optimizer)
+        if stepping := _stepped_in_backward(held):
+            raise _in_backward(scaler._names.of(optimizer, stepping))
+        with suppress(TypeError):  # no weak references: check at every step
+            self._known[id(optimizer)] = optimizer
+        model = scaler._names.known
+        if any(id(param) in model for param in held):
+            self._lookalikes = None
+        elif self._lookalikes is not None and scaler._names.looks_like(held):
+            self._lookalikes.add(id(optimizer))
+
+    def skipped(self, scaler: Any, work: Work) -> None:
+        """Keep references to the gradients that were not finite."""
+        del scaler
+        outcome = work.outcome
+        if outcome is not None and outcome.found is not None:
+            outcome.stale = work.stale
+            self._bad[id(work.optimizer)] = [
+                _Gradient(weakref.ref(owner), weakref.ref(grad), grad._version)
+                for owner in outcome.find_offenders()[:4]
+                if (grad := owner.grad) is not None
+            ]
+
+    def why_no_gradients(self, optimizer: Any) -> str:
+        """Return why no parameter has a gradient; empty if unknown."""
+        held = parameters_of(optimizer)
+        if not any(param.requires_grad for param in held):
+            return "None of them requires grad: unfreeze some, with requires_grad_()."
+        if self._has_graph is None:
+            return ""
+        if not self._has_graph:
+            return "The loss had no graph: it was detached or made under no_grad()."
+        if any(id(param) in self._reached for param in held):
+            return (
+                "The loss does depend on them: `backward()` was not called on the "
+                "scaled loss, or `zero_grad()` was called after it."
+            )
+        return (
+            "The loss depends on parameters, but the optimizer holds none of them: it "
+            "is of another model, or the model was moved, wrapped or re-created after "
+            "it was built. Build the optimizer from the model as it is now."
+        )
+
+
+_NO_GRAPH = (
+    "The loss does not require grad, so `backward()` cannot reach any parameter: it "
+    "was detached, made of `.item()` values, or computed under torch.no_grad(). Scale "
+    "the loss that the model returned."
+)
+_BF16 = (
+    "The loss was computed in BF16, which has the range of FP32: scaling is not "
+    "needed. Pass `enabled=False` or `policy='none'`, or use torch.float16."
+)
+_OTHER_MODEL = (
+    "None of this optimizer's parameters belongs to `model`: the model was moved, "
+    "wrapped, or re-created after the optimizer was built, which keeps stepping the "
+    "old parameters. Build the optimizer from the model as it is now."
+)
+_CLIPPED = (
+    "Gradients were changed between `backward()` and `step`, while they were still "
+    "multiplied by the scale ({:g}): it looks as if they were clipped, to a threshold "
+    "that much too low. Use `scaler.clip_grad_norm_(optimizer, max_norm)`, or call "
+    "`scaler.unscale_(optimizer)` before clipping by hand."
+)
+
+
+class _Gradient(NamedTuple):
+    """A non-finite gradient and its `_version`."""
+
+    owner: weakref.ref[torch.Tensor]
+    grad: weakref.ref[torch.Tensor]
+    version: int
+
+
+def _is_kept(bad: _Gradient) -> bool:
+    """Return whether a gradient was not cleared since.
+
+    Cleared gradients are other tensors, or were written at least twice: by `zero_grad`
+    and by the next backward pass.
+    """
+    owner, grad = bad.owner(), bad.grad()
+    if owner is None or grad is None or owner.grad is not grad:
+        return False
+    return grad._version - bad.version <= 1
+
+
+# -- gradients that were clipped while they were scaled --------------------------------
+
+_ENOUGH = 3  # checks that must all find the same threshold
+_MOST = 16  # checks of one optimizer, including inconclusive ones
+_SMALL = 100.0  # scaled gradients below this are suspiciously small
+_HIGH = 2.0**10  # ... at scales from here on
+_NOT_ROUND = {("norm", 0.0), ("value", 0.0)}
+
+
+class _Clipping:
+    """Detects clipping of scaled gradients in an optimizer's first steps; never waits.
+
+    After clipping, the norm or the largest value equals the threshold, which usually
+    has one or two digits.  Other changes leave a different number in each step.
+    """
+
+    def __init__(self) -> None:
+        self.left = _MOST
+        self._reader = AsyncReader(every=1)
+        self._found: list[set[tuple[str, float]]] = []  # thresholds, per check
+
+    def look(self, optimizer: Any, scale: torch.Tensor, losses: int) -> float | None:
+        """Check once more; return the scale once clipping is certain."""
+        self.left -= 1
+        gathered = None if losses != 1 or _in_ranks() else gather(optimizer)
+        if gathered is not None and gathered.grads:
+            if not _written_by_hand(gathered):
+                self.left = 0
+                return None
+            self._reader.post(_sizes(gathered.grads, scale))
+        for (norm, largest, smallest, value), _ in self._reader.collect():
+            if not math.isfinite(norm):
+                continue  # an overflow shows no threshold
+            self._found.append({("norm", _round(norm)), ("value", _round(largest))})
+            same = set.intersection(*self._found) - _NOT_ROUND
+            if smallest == largest or value < _HIGH or not same:
+                self.left = 0
+            elif len(self._found) >= _ENOUGH:
+                self.left = 0
+                return value
+        return None
+
+
+def _written_by_hand(gathered: Gathered) -> bool:
+    """Return whether all gradients were written after backward, not by a hook."""
+    return all(
+        grad._version and grad._base is None and grad.numel() for grad in gathered.grads
+    ) and not any(
+        getattr(param, "_post_accumulate_grad_hooks", None) for param in gathered.params
+    )
+
+
+def _sizes(grads: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+    """Return norm, largest and smallest nonzero magnitude, and scale.  float32 [4]."""
+    found = []
+    for grad in grads:
+        size = grad.abs().float()
+        smallest = size.masked_fill(size == 0, math.inf).min()
+        three = [torch.linalg.vector_norm(size), size.max(), smallest]
+        found.append(torch.stack(three).to(scale.device))
+    norms, largest, smallest = torch.stack(found).unbind(1)
+    norm = torch.linalg.vector_norm(norms)
+    return torch.stack([norm, largest.max(), smallest.min(), scale.reshape(())])
+
+
+def _round(size: float) -> float:
+    """Return the size if it is a small number of two digits, else 0."""
+    rounded = float(f"{size:.1e}")
+    return rounded if size <= _SMALL and abs(size - rounded) <= 2e-5 * size else 0.0
+
+
+# -- optimizers that step inside the backward pass -------------------------------------
+
+
+def _refuse_steps_in_backward(
+    scaler: Any, scaled: torch.Tensor, reached: list[torch.Tensor]
+) -> None:
+    """Raise for optimizers that step inside the backward pass.
+
+    They use gradients multiplied by the scale, and an overflow found later in the same
+    pass would leave some parameters updated and others not.  Parameters that torch
+    marks, or whose hook is a bound `step`, raise before the pass.  For other hooks the
+    parameters are compared after the pass, and restored if they changed.
+    """
+    names = scaler._names
+    if stepping := _stepped_in_backward(reached):
+        raise _in_backward(names.of(None, stepping))
+    hooked = [param for param in reached if any(map(is_foreign, _hooks_of(param)))]
+    # Sharded parameters are gathered and freed in the backward pass, and comparing
+    # waits for the device.
+    may_read = scaler._options.sync != "never" or all(p.is_cpu for p in hooked)
+    if not hooked or _in_ranks() or not may_read:
+        return
+
+    def begin(_: torch.Tensor) -> None:
+        held = [(param, param.detach().clone()) for param in hooked]
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(_refuse_changed, held, names))
+
+    scaled.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def _in_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _stepped_in_backward(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters that torch marks so, or that have a `step` as a hook."""
+    return [
+        param
+        for param in params
+        if getattr(param, "_in_backward_optimizers", None)
+        or any(map(_is_step, _hooks_of(param)))
+    ]
+
+
+def _is_step(hook: Any) -> bool:
+    of_optimizer = isinstance(getattr(hook, "__self__", None), torch.optim.Optimizer)
+    return of_optimizer and "step" in getattr(hook, "__name__", "")
+
+
+def _hooks_of(param: torch.Tensor) -> list[Any]:
+    """Return the hooks that run in a backward pass; a `partial` is unwrapped."""
+    before = param._backward_hooks or {}
+    after = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return [getattr(f, "func", f) for f in (*before.values(), *after.values())]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.dtype, tensor.shape
+
+
+@torch.no_grad()
+def _refuse_changed(held: list[tuple[torch.Tensor, torch.Tensor]], names: Any) -> None:
+    changed = [
+        (param, copy)
+        for param, copy in held
+        if _kind(param) == _kind(copy)  # one that was moved cannot be compared
+        and not torch.allclose(param, copy, rtol=0.0, atol=0.0, equal_nan=True)
+    ]
+    for param, copy in changed:
+        param.copy_(copy)
+    if changed:
+        found = [param for param, _ in changed]
+        raise _in_backward(names.of(None, found), restored=True)
+
+
+def _in_backward(names: tuple[str, ...], *, restored: bool = False) -> CallOrderError:
+    shown = ", ".join(f"`{name}`" for name in names[:3]) or "a parameter"
+    seen = f"{shown} has a post-accumulate-grad hook that calls one"
+    if restored:
+        seen = f"a hook changed {shown}. The weights were put back, other state was not"
+    return CallOrderError(
+        f"An optimizer steps inside the backward pass: {seen}. It sees gradients "
+        "multiplied by the scale, and an overflow found later in the same pass would "
+        "leave some parameters updated and others not. Remove the hooks and call "
+        "`scaler.step(optimizer)` after `backward()`; or keep them and train in BF16 "
+        "or FP32 without a scaler (`enabled=False`)."
+    )

@@ -1,0 +1,102 @@
+"""Skip or clip the steps whose gradient norm is an outlier, without a host read.
+
+The rule is `SpikeGuard`, in the core.  This module applies it to the norm of every
+step: a spike is skipped, or clipped to the limit.  The policy sees only whether the
+gradients were finite: a spike says nothing about the scale.
+"""
+
+import weakref
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from buoy._backends import torch as backend
+from buoy._backends.torch.gradients import gather, multiply_
+from buoy._core.spikes import SpikeGuard, SpikeState
+from buoy.torch.hooks import Extension, is_foreign
+from buoy.torch.iteration import Work
+
+__all__ = ["Spikes"]
+
+
+class Spikes(Extension):
+    """One running distribution per optimizer, in the order in which they first step."""
+
+    key = "spikes"
+
+    def __init__(self, guard: SpikeGuard) -> None:
+        self.guard = guard
+        self._known: list[Any] = []
+        self._states: list[SpikeState] = []
+
+    # -- steps -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_step(self, scaler: Any, work: Work) -> None:
+        """Measure the norm of gradients that the scaler did not clip."""
+        ready = work["stage"] is OptState.READY and work.multiplier is None
+        if ready and is_foreign(scaler._unscale_grads_):
+            scaler.unscale_(work.optimizer)
+        if work["stage"] is OptState.READY and work.multiplier is None:
+            scaler._survey.survey_norm(work, 2.0)
+        elif work.spike is None:
+            self._judge_unscaled(scaler, work)
+
+    def norm_taken(self, scaler: Any, work: Work) -> None:
+        """Test a norm while the gradients are still scaled."""
+        if work.norm is None or work.multiplier is None:
+            return
+        factor = self._judge(scaler, work)
+        if self.guard.mode == "clip":
+            work.multiplier = work.multiplier * factor
+            work.clipped_norm = work.norm * factor
+
+    def _judge_unscaled(self, scaler: Any, work: Work) -> None:
+        """Test the norm of gradients that were unscaled by hand."""
+        scaler._survey.settle(work)
+        if not work["found_inf_per_device"]:
+            return  # no rank has gradients
+        if work.norm is None:
+            work.norm = scaler._survey.unscaled_norm(work, 2.0)
+        factor = self._judge(scaler, work)
+        if self.guard.mode == "clip":
+            multiply_(gather(work.optimizer), factor)
+
+    def _judge(self, scaler: Any, work: Work) -> torch.Tensor:
+        """Store whether this is a spike; return the clip factor.  float32 []."""
+        home, index = scaler._rule.now().tensor.device, self._index(work.optimizer)
+        norm = backend.scalar(work.norm, home)  # type: ignore[arg-type]
+        held = astuple(self._states[index])
+        state = SpikeState(*(backend.scalar(number, home) for number in held))
+        judged = self.guard.look(state, torch.log2(norm), ops=backend.ops())
+        self._states[index] = judged.state
+        work.spike = judged.spike.float()
+        if self.guard.mode == "skip":
+            work.veto(work.spike, home)
+        return torch.where(judged.spike, torch.exp2(judged.limit) / norm, 1.0)
+
+    def _index(self, optimizer: Any) -> int:
+        for index, known in enumerate(self._known):
+            if known() is optimizer:
+                return index
+        self._known.append(weakref.ref(optimizer))
+        if len(self._known) > len(self._states):  # else its state was loaded
+            self._states.append(self.guard.init())
+        return len(self._known) - 1
+
+    # -- state -------------------------------------------------------------------------
+
+    def count(self) -> int:
+        """Return the number of spikes of all optimizers.  Reads on the host."""
+        return sum(int(state.spikes) for state in self._states)
+
+    def state_dict(self) -> list[list[float]]:
+        """Return the state of every distribution as plain numbers."""
+        return [[float(number) for number in astuple(s)] for s in self._states]
+
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        """Restore them; the optimizers must first step in the same order."""
+        self._known = []
+        self._states = [SpikeState(*numbers) for numbers in state]

@@ -1,0 +1,212 @@
+"""State between two updates: a `Work` per optimizer, and the iteration's losses."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.amp.grad_scaler import OptState
+
+from buoy._backends import torch as backend
+from buoy._backends.torch.gradients import (
+    Gathered,
+    Survey,
+    parameters_of,
+    same_parameters,
+)
+from buoy._core.step import MEASUREMENTS
+from buoy.torch.policy_state import Evidence
+
+if TYPE_CHECKING:
+    from buoy.torch.distributed import LocalResult
+
+__all__ = [
+    "Flags",
+    "Freshness",
+    "Iteration",
+    "Measured",
+    "Work",
+    "combined",
+    "evidence_of",
+    "merged",
+]
+
+Flags = dict[torch.device, torch.Tensor]
+Measured = dict[str, float | torch.Tensor]
+_LOSSES = 64  # of one iteration that are kept, for its verdict
+_NOTHING: Measured = {}
+
+
+class Work(dict[str, Any]):
+    """One optimizer's gradients between two updates: inspected, unscaled, applied.
+
+    As a dict it has torch's two keys, `stage` and `found_inf_per_device`, which other
+    libraries read and write.  Everything else is an attribute.
+    """
+
+    optimizer: Any = None
+    gathered: Gathered | None = None  # the gradients that were inspected
+    survey: Survey | None = None
+    multiplier: torch.Tensor | None = None  # unscales and clips; not applied yet
+    norm: torch.Tensor | None = None  # unscaled, before clipping
+    clipped_norm: torch.Tensor | None = None
+    order = 2.0  # of that norm
+    measured: Measured = _NOTHING  # by `Policy.wants`
+    amax: torch.Tensor | None = None  # the largest scaled magnitude, where measured
+    policy_flags: Flags | None = None  # what the policy sees; None: the same flags
+    finite: bool | None = None  # the outcome, if the host has it
+    pending: "LocalResult | None" = None  # the all-reduce of findings
+    differs: torch.Tensor | None = None  # 1 if ranks differ; the host has not read it
+    mismatch: Callable[[], Exception] | None = None  # the error, if they do
+    freshness: "Freshness | None" = None
+    stale = False  # the gradients of an earlier skip were never cleared
+    handed = False  # the optimizer divides the gradients itself
+    combined = False  # the gradients are a sum, unscaled already, of several scales
+    spike: torch.Tensor | None = None
+    outcome: Any = None  # a `LastStep`, once it has stepped or was skipped
+
+    def __init__(self) -> None:
+        super().__init__(stage=OptState.READY, found_inf_per_device={})
+
+    def reset(self) -> None:
+        """Clear the findings: the optimizer evaluates its closure again."""
+        optimizer = self.optimizer
+        vars(self).clear()
+        self.optimizer = optimizer
+        self.update(stage=OptState.READY, found_inf_per_device={})
+
+    def is_alias_in(self, works: Iterable["Work"]) -> bool:
+        """Return whether another object's work has the same parameter groups."""
+        groups = getattr(self.optimizer, "param_groups", None)
+        return any(
+            other is not self
+            and other.gathered is not None
+            and getattr(other.optimizer, "param_groups", 0) is groups
+            for other in works
+        )
+
+    def veto(self, flag: torch.Tensor, home: torch.device) -> None:
+        """Skip the step for a reason that the policy must not see."""
+        flags: Flags = self["found_inf_per_device"]
+        found = combined(flags, home)
+        if found is None:
+            return
+        if self.policy_flags is None:
+            self.policy_flags = flags
+        both = torch.maximum(found, flag.to(home, non_blocking=True))
+        self["found_inf_per_device"] = {home: both}
+
+
+class Freshness:
+    """Detects gradients that were computed after an optimizer's were inspected.
+
+    A further backward pass, or a parameter that has a gradient now and had none, is a
+    change.  Writing to `.grad` by hand is not.  Hooks on the parameters are registered
+    only if another loss is scaled before the step.
+    """
+
+    def __init__(self, optimizer: Any, gathered: Gathered | None) -> None:
+        self._optimizer = optimizer
+        self._params = None if gathered is None else gathered.params
+        self._handles: list[Any] = []
+        self._grads: list[tuple[torch.Tensor, int]] = []
+        self.touched = False
+
+    def expect_backward(self) -> None:
+        """Register hooks that detect a backward pass: another loss was scaled."""
+        if self._handles:
+            return
+        notice: Any = partial(_notice, weakref.ref(self))
+        params = parameters_of(self._optimizer)
+        self._handles = [
+            param.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
+            for param in params
+            if param.requires_grad and param.is_leaf
+        ]
+        if dist.is_available() and dist.is_initialized():
+            # Sharded gradients are assigned without calling hooks.
+            self._grads = [(p, id(p.grad)) for p in params if p.grad is not None]
+
+    def outdated(self) -> bool:
+        """Return whether there are gradients that were not inspected."""
+        if self.touched or any(id(param.grad) != known for param, known in self._grads):
+            return True
+        known = self._params
+        return known is not None and not same_parameters(self._optimizer, known)
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _notice(freshness: "weakref.ref[Freshness]", _: torch.Tensor) -> None:
+    held = freshness()
+    if held is not None:
+        held.touched = True
+
+
+class Iteration:
+    """The losses and counters of a scaler since the last update."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float | torch.Tensor] = deque(maxlen=_LOSSES)
+        self.scalings = 0  # calls of `scale`
+        self.assumed = False  # the scale was created without a loss on this rank
+        self.in_schedule = False  # losses are scaled inside a pipeline's schedule
+        self.differs: torch.Tensor | None = None  # ranks differ; not read yet
+        # For compiled steps, as tensors: see `features.compiled`.
+        self.compiled_losses: tuple[torch.Tensor, ...] = ()
+        self.compiled_looks: tuple[Any, ...] = ()
+        self.compiled_steps: tuple[Any, ...] = ()
+
+
+def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
+    """Combine the flags of several devices on one; None if there are none.
+
+    Not their sum: torch's fused kernels skip only where the flag is exactly 1.
+    """
+    if len(flags) == 1 and home in flags:
+        flag = flags[home]
+        return flag.reshape(()) if flag.dim() else flag  # others use a shape of [1]
+    found = [flag.to(home, non_blocking=True).reshape(()) for flag in flags.values()]
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else torch.stack(found).max()
+
+
+def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
+    """Combine the findings of several optimizers; None if there are none."""
+    flags, outcomes, measured = [], [], []
+    for work in works:
+        learns = work.policy_flags
+        flag = combined(
+            work["found_inf_per_device"] if learns is None else learns, home
+        )
+        if flag is None:
+            continue
+        finite = work.finite
+        if learns is not None or work.outcome is None:  # not read on the host yet
+            seen = backend.host_value(flag)
+            finite = None if seen is None else not seen
+        flags.append(flag)
+        outcomes.append(finite)
+        measured.append(work.measured)
+    if len(flags) <= 1:
+        return Evidence(flags[0], outcomes[0], measured[0]) if flags else None
+    known = None if None in outcomes else all(outcomes)
+    return Evidence(torch.stack(flags).max(), known, merged(measured, home))
+
+
+def merged(found: list[Measured], home: torch.device) -> Measured:
+    """Combine several measurements of gradients: the largest of each."""
+    whole: Measured = {}
+    for name in MEASUREMENTS:
+        values = [one[name] for one in found if name in one]
+        if not values:
+            continue
+        numbers = torch.stack([backend.scalar(value, home) for value in values])
+        whole[name] = numbers.max()
+    return whole

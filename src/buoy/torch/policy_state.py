@@ -1,0 +1,204 @@
+"""A policy and its state, on the host or on the device.
+
+While the host knows the outcome of every step, the policy runs on Python numbers.  From
+the first step whose outcome only the device has, its state stays on the device.
+"""
+
+import math
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._core.errors import PolicyError, ScaleCollapsedError
+from buoy._core.ops import PLAIN, single
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.start import started
+from buoy._core.state import Seen, map_state
+
+__all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyState"]
+
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+MIN_SCALE = 2.0**-24
+SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
+_NOTHING: dict[str, float | torch.Tensor] = {}
+
+
+class Evidence(NamedTuple):
+    """The findings of an iteration, on the device and, if available, on the host."""
+
+    found: torch.Tensor  # float32 []: more than 0 if anything was not finite
+    finite: bool | None = None  # None: not read on the host
+    measured: dict[str, float | torch.Tensor] = _NOTHING  # by `Policy.wants`
+
+    def on_host(self) -> Seen | None:
+        """Return it as plain numbers; None if the host lacks any of them."""
+        values = {
+            name: x if isinstance(x, float) else backend.host_value(x)
+            for name, x in self.measured.items()
+        }
+        if self.finite is None or None in values.values():
+            return None
+        sizes = {name: _as_wanted(name, x) for name, x in values.items()}
+        return Seen(finite=self.finite, **sizes)
+
+    def on_device(self) -> Seen:
+        """Return it as tensors."""
+        sizes = {
+            name: _as_wanted(name, backend.scalar(x, self.found.device))
+            for name, x in self.measured.items()
+        }
+        return Seen(finite=self.found.reshape(()) == 0, **sizes)
+
+
+def _as_wanted(name: str, number: Any) -> Any:
+    """Return a measurement as policies read it: log2 of a size."""
+    if not name.endswith("_log2"):
+        return number
+    return PLAIN.log2(number) if isinstance(number, float) else torch.log2(number)
+
+
+class PolicyState:
+    """A policy and its state; keeps the scale within bounds."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.low = _floor_of(policy)
+        self.state: Any = policy.init()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the state consists of tensors."""
+        return isinstance(self.state.scale, torch.Tensor)
+
+    @property
+    def scale(self) -> float | torch.Tensor:
+        """The scale as float32 holds it."""
+        if self.on_device:
+            return self.state.scale  # type: ignore[no-any-return]
+        # Scalers that keep a Python float may leave float32's range.
+        return single(min(self.state.scale, FLOAT32_MAX))
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the lowest and the highest scale that the policy may reach."""
+        low = max(getattr(self.policy, "min_scale", 0.0), self.low, 2.0**-149)
+        return low, min(getattr(self.policy, "max_scale", FLOAT32_MAX), FLOAT32_MAX)
+
+    def foresee(self, loss: torch.Tensor, home: torch.device) -> None:
+        """Pass a loss to the policy before it is scaled."""
+        number = loss.detach().float()
+        seen = None if self.on_device else backend.host_value(number)
+        if seen is not None:
+            self.state = self.policy.foresee(self.state, seen, ops=PLAIN)
+            return
+        self.lift(home)
+        number = number.to(home, non_blocking=True)
+        self._keep(self.policy.foresee(self.state, number, ops=backend.ops()))
+
+    def allows(self, evidence: Evidence) -> bool | torch.Tensor:
+        """Return whether the policy would apply these gradients if they are finite."""
+        seen = None if self.on_device else evidence._replace(finite=True).on_host()
+        seen = evidence.on_device() if seen is None else seen
+        allowed: bool | torch.Tensor = self.policy.applies(replace(seen, finite=True))
+        return allowed
+
+    def update(self, evidence: Evidence) -> None:
+        """Update the state from the findings of a step."""
+        seen = None if self.on_device else evidence.on_host()
+        if seen is not None:
+            self._update_on_host(seen)
+            return
+        self.lift(evidence.found.device)
+        after = self.policy.update(self.state, evidence.on_device(), ops=backend.ops())
+        self._keep(after)
+
+    def _update_on_host(self, seen: Seen) -> None:
+        after = before = self.state
+        try:
+            after = self.policy.update(before, seen, ops=PLAIN)
+        except ScaleCollapsedError as error:
+            after = before if error.state is None else error.state
+            raise
+        finally:
+            if math.isnan(after.scale):
+                after = before
+            elif after.scale < self.low:
+                after = replace(after, scale=self.low)
+            self.state = after
+
+    def _keep(self, after: Any) -> None:
+        """Store a state of tensors, in the precision that the policy declares."""
+        before, precision = self.state, self.policy.precision
+        bad, cast = after.scale.isnan(), backend.ops().cast
+        kept = {
+            field.name: torch.where(bad, old, new)
+            for field in fields(after)
+            if (new := getattr(after, field.name)) is not None
+            and (old := getattr(before, field.name)) is not None
+        }
+        state = map_state(
+            lambda x: cast(x, precision) if x.is_floating_point() else x,
+            replace(after, **kept),
+        )
+        self.state = replace(state, scale=state.scale.clamp(self.low, FLOAT32_MAX))
+
+    def lift(self, device: torch.device) -> None:
+        """Move a state of plain numbers to the device."""
+        if not self.on_device:
+            self.state = self._lifted(self.state, device)
+
+    def _lifted(self, state: Any, device: torch.device) -> Any:
+        precision = self.policy.precision
+        return map_state(lambda x: backend.lift(x, precision, device), state)
+
+    def follow(self, scale: torch.Tensor) -> None:
+        """Continue from a scale on the device that others may have written."""
+        own = self.state.scale
+        # Keep the unrounded value if the tensor holds its rounding.
+        taken = torch.where(own.float() == scale, own, scale.to(own.dtype))
+        self.state = replace(self.state, scale=taken)
+
+    def replace_scale(self, value: float) -> None:
+        """Change the scale; keep the rest of the state."""
+        low, high = self.bounds()
+        number: Any = min(max(value, low), high)
+        if self.on_device:
+            number = torch.full_like(self.state.scale, number)
+        if any(field.name == "scale" for field in fields(self.state)):
+            self.state = replace(self.state, scale=number)
+        else:
+            self.start(value)
+
+    def start(self, value: float) -> None:
+        """Restart the policy at this scale, or as close to it as it can."""
+        self.state = self.started(value)
+
+    def started(self, value: float) -> Any:
+        """Return the policy's initial state at this scale."""
+        low, high = self.bounds()
+        value = min(max(value, low), high)
+        for start in (value, 2.0 ** math.floor(math.log2(value))):
+            try:
+                return started(self.policy, start)
+            except (TypeError, PolicyError):  # it cannot start there
+                continue
+        return self.policy.init()
+
+    def start_on_device(self, scale: torch.Tensor) -> None:
+        """Restart the policy at a scale that only the device has."""
+        low, high = self.bounds()
+        start = backend.ops().cast(scale.clamp(low, high), self.policy.precision)
+        try:
+            state = started(self.policy, start)
+        except (TypeError, PolicyError):  # it needs a plain number
+            state = self.started(backend.read([scale])[0])
+        self.state = self._lifted(state, scale.device)
+
+
+def _floor_of(policy: Any) -> float:
+    """Return the lowest scale that a policy may reach: its own bound, if it has one."""
+    quirks = getattr(policy, "quirks", None)
+    unbounded = quirks is not None and quirks.at_min == "none"
+    own = MIN_SCALE if unbounded else getattr(policy, "min_scale", MIN_SCALE)
+    return min(MIN_SCALE, own) or MIN_SCALE

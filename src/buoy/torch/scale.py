@@ -1,0 +1,361 @@
+"""One scale: its tensor, the value if the host has it, and the rule that moves it.
+
+Torch's own rule runs on plain numbers if the host has them (the tensors are then
+filled), else by torch's kernel on the device.  Other policies run in `policy_state`.
+"""
+
+import math
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._core.codec import encode
+from buoy._core.ops import single
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.presets.peer import PeerBackoff
+from buoy._core.policies.presets.quirks import Quirks
+from buoy.torch.errors import OptionError
+from buoy.torch.policy_state import (
+    FLOAT32_MAX,
+    MIN_SCALE,
+    SMALLEST,
+    Evidence,
+    PolicyState,
+)
+
+__all__ = ["Now", "Scale"]
+
+_NEVER = 2**31 - 1
+
+
+class Now(NamedTuple):
+    """The current scale; rebuilt only when it has changed."""
+
+    tensor: torch.Tensor  # float32 []: losses are multiplied by it
+    value: float | None  # None: only the device has it
+    inverse: torch.Tensor  # float32 []: 1 / scale
+    safe: bool  # at least 1: dividing by it cannot overflow
+    copy: float | torch.Tensor  # the value, or a copy that later updates do not change
+
+
+class Scale:
+    """The scale of one scaler; independent of optimizers and gradients.
+
+    `run` is the policy with its state; None for torch's rule, whose numbers are
+    attributes here.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None,
+        init_scale: float,
+        factors: tuple[float, float, int],
+        bounds: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        self.init_scale = init_scale
+        self.growth_factor, self.backoff_factor, self.growth_interval = factors
+        self.fixed = policy is None and bounds != (None, None)  # bounds were given
+        self.low = MIN_SCALE if bounds[0] is None else bounds[0]
+        self.high = FLOAT32_MAX if bounds[1] is None else bounds[1]
+        self.run = None if policy is None else PolicyState(policy)
+        self.wants: frozenset[str] = frozenset() if policy is None else policy.wants
+        if self.run is not None:
+            self.low, self.high = self.run.low, FLOAT32_MAX
+            self.init_scale = float(self.run.state.scale)
+        self.tensor: torch.Tensor | None = None  # float32 []
+        self.tracker: torch.Tensor | None = None  # int32 []: torch's growth tracker
+        self.turn = 0  # updates so far
+        # int32 []: updates by compiled graphs, which must not depend on `turn`'s value
+        self.uncounted: torch.Tensor | None = None
+        self.foreseen = False  # the policy has seen this iteration's loss
+        self._now: Now | None = None
+        self._count = 0  # the value of the tracker
+        self._versions = (-1, -1)  # the tensors' `_version` when last read
+        self._window: backend.HostView | None = None  # collectives keep `_version`
+        self._seen: Any = None  # the tracker that the last three belong to
+        self.admit(init_scale)
+
+    def place(self, device: torch.device, init_scale: float, count: int) -> None:
+        """Create the tensors on first use."""
+        with torch.inference_mode(mode=False):  # inference tensors are read-only
+            self.make_tensors(device, init_scale, count)
+        tensor: Any = self.tensor
+        run, value = self.run, single(init_scale)
+        if run is not None and value != run.scale and not run.on_device:
+            run.start(init_scale)
+            tensor.fill_(run.scale)
+        self._note(value, count)
+
+    def make_tensors(self, device: torch.device, init_scale: float, count: int) -> None:
+        """Create only the tensors: all that a compiled graph needs."""
+        self.tensor = torch.full((), init_scale, dtype=torch.float32, device=device)
+        self.tracker = torch.full((), count, dtype=torch.int32, device=device)
+        self.uncounted = torch.zeros((), dtype=torch.int32, device=device)
+
+    # -- reading -----------------------------------------------------------------------
+
+    def now(self) -> Now:
+        """Return the current scale; detects writes by others into the tensor."""
+        now, tensor, window = self._now, self.tensor, self._window
+        if (
+            now is not None
+            and now.tensor is tensor
+            and tensor._version == self._versions[0]
+            and self._seen is self.tracker
+            and (window is None or window.number.value == now.value)
+        ):
+            return now
+        return self._follow()
+
+    def _follow(self) -> Now:
+        """Continue from a scale that others have written into the tensor."""
+        tensor, tracker = self.tensor, self.tracker
+        if tensor is None or tracker is None:
+            raise TypeError  # callers check first, with a better message
+        compiled = self._compiled_turns()
+        if compiled:
+            self.count_from(self.turn + compiled)
+        if compiled and self.run is not None and self.run.on_device:
+            return self._note(None, self._count)
+        if not backend.in_host_memory(tensor):
+            if self.run is not None and not self.run.on_device:
+                self.run.start_on_device(tensor)
+            return self._note(None, self._count)
+        value, count = backend.read([tensor, tracker])
+        if self.run is not None and value != self.run.scale:
+            if not SMALLEST <= value <= FLOAT32_MAX:
+                return self._note(None, int(count))  # this step is skipped
+            self.run.start(value)
+            tensor.fill_(self.run.scale)
+        return self._note(value, int(count))
+
+    def _note(self, value: float | None, count: int) -> Now:
+        """Cache the values of the tensors; `value` None: only the device has it."""
+        tensor, tracker = self.tensor, self.tracker
+        if tensor is None or tracker is None:
+            raise TypeError
+        if self.run is not None and value is not None:
+            own = self.run.scale
+            value = own if isinstance(own, float) else None
+        before = self._now
+        if before is None or before.tensor is not tensor or value is None:
+            self._window = None if value is None else backend.host_view(tensor)
+        elif self._window is None:
+            self._window = backend.host_view(tensor)
+        self._versions = (tensor._version, tracker._version)
+        self._count, self._seen = count, tracker
+        safe = value is not None and value >= 1.0
+        copy = tensor.detach().clone() if value is None else value
+        self._now = Now(tensor, value, backend.reciprocal(tensor), safe, copy)
+        return self._now
+
+    def count_from(self, turn: int) -> None:
+        """Set the number of updates, including those of compiled graphs."""
+        self.turn = turn
+        if self.uncounted is not None and self.uncounted._version:
+            self.uncounted = torch.zeros_like(self.uncounted)
+
+    def _compiled_turns(self) -> int:
+        """Return the number of updates by compiled graphs; reads if there were any."""
+        counter = self.uncounted
+        return int(counter.item()) if counter is not None and counter._version else 0
+
+    @property
+    def policy(self) -> Policy:
+        """The rule as a policy object."""
+        if self.run is not None:
+            return self.run.policy
+        interval = self.growth_interval
+        return PeerBackoff(
+            init_scale=self.init_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=interval if interval >= 1 else _NEVER,
+            min_scale=self.low,
+            max_scale=self.high,
+            quirks=Quirks(
+                arithmetic="wide",
+                at_max="clamp" if self.high < FLOAT32_MAX else "keep",
+            ),
+        )
+
+    @property
+    def clean_steps(self) -> int | None:
+        """The policy's count of finite steps; None for torch's rule: see `tracker`."""
+        if self.run is None:
+            return None
+        count = getattr(self.run.state, "clean_steps", 0)
+        return int(count.item() if isinstance(count, torch.Tensor) else count)
+
+    # -- moving ------------------------------------------------------------------------
+
+    def foresee(self, loss: torch.Tensor) -> None:
+        """Pass this iteration's first loss to the policy before it is scaled."""
+        self.foreseen = True
+        if self.run is not None:
+            now = self.now()
+            self.run.foresee(loss, now.tensor.device)
+            self._write()
+
+    def move(self, evidence: Evidence | None) -> None:
+        """Update the scale from the evidence, if any; write it to the tensor."""
+        self.turn += 1
+        self.foreseen = False
+        if evidence is None:
+            return
+        now = self.now()
+        if self.run is not None:
+            if self.run.on_device:
+                self.run.follow(now.tensor)
+            try:
+                self.run.update(evidence)
+            finally:
+                self._write()
+        elif evidence.finite is not None and now.value is not None:
+            self._move_on_host(now.value, evidence.finite)
+        else:
+            self.move_on_device(evidence)
+            self._note(None, 0)
+
+    def move_on_device(self, evidence: Evidence) -> None:
+        """Update the scale without a host read, also inside a compiled graph."""
+        tensor: Any = self.tensor
+        tracker: Any = self.tracker
+        if self.run is not None:
+            self.run.lift(tensor.device)
+            self.run.follow(tensor)
+            self.run.update(evidence)
+            tensor.copy_(self.run.scale)
+            return
+        torch._amp_update_scale_(
+            tensor,
+            tracker,
+            evidence.found,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
+        tensor.clamp_(self.low, self.high)
+
+    def _move_on_host(self, before: float, finite: bool) -> None:
+        """Apply torch's rule on plain numbers, then fill the tensors."""
+        tensor: Any = self.tensor
+        tracker: Any = self.tracker
+        if tracker._version != self._versions[1]:  # others have written to it
+            self._count = int(backend.read([tracker])[0])
+        after, count = before, self._count + 1
+        if not finite:
+            after, count = single(before * self.backoff_factor), 0
+        elif count == self.growth_interval:
+            grown, count = single(before * self.growth_factor), 0
+            after = grown if math.isfinite(grown) else before
+        tracker.fill_(count)
+        if after == before >= self.low:
+            self._count, self._versions = count, (self._versions[0], tracker._version)
+            return
+        after = single(min(max(after, self.low), self.high))
+        tensor.fill_(after)
+        self._note(after, count)
+
+    def _write(self) -> None:
+        """Write the policy's scale to the tensor."""
+        tensor, now, run = self.tensor, self._now, self.run
+        if tensor is None or run is None:
+            return
+        scale = run.scale
+        if isinstance(scale, torch.Tensor):
+            tensor.copy_(scale)
+            self._note(None, self._count)
+        elif now is None or scale != now.value:
+            tensor.fill_(scale)
+            self._note(scale, self._count)
+
+    # -- setting -----------------------------------------------------------------------
+
+    def admit(self, value: float) -> None:
+        """Widen default bounds to include a scale that was set by hand."""
+        if self.run is None and not self.fixed:
+            self.low = min(self.low, value) if value > 0 else self.low
+            self.high = max(self.high, value)
+
+    def set(self, value: float | torch.Tensor) -> None:
+        """Continue from this scale; an unusable tensor changes nothing."""
+        now, run = self.now(), self.run
+        if run is not None and not hasattr(run.policy, "init_scale"):
+            message = (
+                f"The policy {type(run.policy).__name__} has no scale of its own to "
+                "set, so `update(new_scale)` would change nothing. Choose another "
+                "policy, or leave `new_scale` out."
+            )
+            raise OptionError(message)
+        self.foreseen = False
+        if isinstance(value, torch.Tensor):
+            given = value.reshape(()).to(now.tensor.dtype)
+            usable = (given >= SMALLEST) & (given <= FLOAT32_MAX)
+            given = torch.where(usable, given, now.tensor)
+            if run is None:
+                now.tensor.copy_(given.clamp(self.low, self.high))
+                return
+            if not backend.in_host_memory(given) or run.on_device:
+                run.start_on_device(given)
+                self._write()
+                return
+            value = backend.read([given])[0]
+        if run is not None:
+            run.start(float(value))
+            self._write()
+        else:
+            self.admit(float(value))
+            now.tensor.fill_(float(value))
+            self._note(None if now.value is None else single(value), self._count)
+
+    def override(self, value: float) -> None:
+        """Set the scale within an iteration; keep the rest of the policy's state."""
+        if self.run is None:
+            self.set(min(max(value, self.low), self.high))
+        elif self.tensor is not None:
+            self.now()
+            self.run.replace_scale(value)
+            self._write()
+
+    def restore(self, state: Any) -> None:
+        """Restore a policy from a saved state of plain numbers."""
+        if self.run is None:
+            return
+        on_device, self.run.state, self.foreseen = self.run.on_device, state, False
+        if self.tensor is not None:
+            if on_device:
+                self.run.lift(self.tensor.device)
+            self.tensor.copy_(torch.as_tensor(self.run.scale))
+            self._note(None if on_device else float(state.scale), self._count)
+
+    def load(self, scale: float, count: int) -> None:
+        """Restore torch's rule from a saved scale and count."""
+        self.admit(scale)
+        if self.tensor is not None and self.tracker is not None:
+            self.tensor.fill_(scale)
+            self.tracker.fill_(count)
+            self._note(single(scale), count)
+
+    def configure(self, name: str, value: Any) -> None:
+        """Change one of torch's three numbers, here and in the policy."""
+        if self.run is not None:
+            policy: Any = self.run.policy
+            if name not in {field.name for field in fields(policy)}:
+                message = (
+                    f"The policy {type(policy).__name__} has no `{name}`, so setting "
+                    "it would change nothing. Use `policy=None` for torch's rule, or "
+                    "'backoff', which has all three."
+                )
+                raise OptionError(message)
+            self.run.policy = replace(policy, **{name: value})
+        setattr(self, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state beyond torch's five entries; empty for torch's rule."""
+        if self.run is None:
+            return {}
+        kept = {"policy": encode(self.run.policy), "state": encode(self.run.state)}
+        return {**kept, "turn": self.turn + self._compiled_turns()}

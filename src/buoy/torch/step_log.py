@@ -1,0 +1,251 @@
+"""The log of a scaler's steps, read by the watch, the recorder and the gates.
+
+On a CPU, and after a host read, a step's row is available at once.  Otherwise its
+numbers stay on the device and are copied to the host in batches, without waiting.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._backends.torch.reader import AsyncReader
+from buoy._core.step import Row
+from buoy._core.verdicts import HISTORY, Verdict, judge_losses
+from buoy._core.watch import Watch
+from buoy.torch.distributed import Agreement, late_error
+from buoy.torch.iteration import Iteration, Work
+from buoy.torch.names import Names
+from buoy.torch.outcome import Context, LastStep
+from buoy.torch.policy_state import Evidence
+
+if TYPE_CHECKING:
+    from buoy.torch.gates import Gate
+
+__all__ = ["Ended", "Entry", "StepLog"]
+
+_BATCH = 16  # steps whose numbers are copied together
+Number = float | torch.Tensor
+
+
+class Ended(NamedTuple):
+    """An iteration that `update` has ended."""
+
+    works: list[Work]
+    evidence: Evidence | None  # None: the scale was set by hand
+    iteration: Iteration
+    step: int
+    scales: tuple[Number, Number]  # before and after
+    home: torch.device
+
+
+class Entry(NamedTuple):
+    """What the host knows about a step before its numbers are copied."""
+
+    step: int
+    time: float
+    known: tuple[bool, ...]  # which of norm, amax, loss were measured
+    outcome: LastStep | None  # None: inspected, but not stepped
+    watched: bool  # the watch already has this step
+
+
+class StepLog:
+    """The steps of one scaler: the last outcomes, and rows for the recorder."""
+
+    def __init__(
+        self, names: Names, on_stuck: Any, patience: int, agreement: Agreement
+    ) -> None:
+        self.history: deque[Number] = deque(maxlen=HISTORY)  # losses of earlier steps
+        self.context = Context(names, self.history, agreement)
+        self.watch = Watch(on_stuck, patience, logger="buoy.torch")
+        self.gates: list[Gate] = []
+        self.last: LastStep | None = None
+        self.compiled: Any = None  # the outcome of a compiled step; not read yet
+        self.by_optimizer: dict[int, LastStep] = {}
+        self.record: Callable[[Row, Entry], None] | None = None  # takes every row
+        self._late = AsyncReader(every=min(patience, _BATCH))
+
+    def add(
+        self,
+        work: Work,
+        found: torch.Tensor | None,
+        scale: Number,
+        losses: Sequence[Number],
+    ) -> LastStep:
+        """Log the outcome of an optimizer's step."""
+        outcome = LastStep(self.context, work, found, scale, losses)
+        work.outcome, self.last, self.compiled = outcome, outcome, None
+        self.by_optimizer[id(work.optimizer)] = outcome
+        if work.finite is not False:
+            self.context.sound.discard(id(work.optimizer))
+        return outcome
+
+    def add_unscaled(self, optimizer: Any) -> None:
+        """Log a step of a disabled scaler: always applied."""
+        work = Work()
+        work.optimizer = optimizer
+        outcome = self.add(work, None, 1.0, ())
+        outcome._applied, outcome._next = True, 1.0
+
+    def conclude(self, ended: Ended) -> None:
+        """Log an iteration; may warn or raise, as `on_stuck` says."""
+        losses, evidence, stepped = ended.iteration.losses, ended.evidence, []
+        finite = None if evidence is None else evidence.finite
+        for work in ended.works:
+            if (outcome := work.outcome) is not None:
+                stepped.append(outcome)
+                outcome._next = ended.scales[1]
+                if finite and outcome._applied is False:
+                    finite = False  # skipped for a reason other than overflow
+        try:
+            if finite is not None:
+                self._note(ended, stepped, finite=finite)
+            if (finite is None and evidence is not None) or (self.record and stepped):
+                self._write(ended, stepped)
+        finally:
+            if losses and finite and len(losses) == 1:
+                self.history.append(losses[0])
+            elif losses and finite is not False:
+                self.history.append(_usual_loss(ended))
+            losses.clear()
+
+    def _note(self, ended: Ended, stepped: list[LastStep], *, finite: bool) -> None:
+        """Pass a step whose outcome is known to the watch."""
+        after = partial(_read, ended.scales[1])
+        bad = None
+        for outcome in stepped:
+            bad = outcome if outcome._applied is False and bad is None else bad
+        if finite or (bad is None and stepped):
+            norm = _sizes(ended.works)[0]
+            self.watch.applied(after, norm=None if norm is None else _plain(norm))
+        elif bad is not None:
+            self.watch.skipped(after(), bad.verdict, bad.offenders)
+        else:  # checked and non-finite, but the user did not call `step`
+            history = backend.read(list(self.history))
+            losses = backend.read(list(ended.iteration.losses))
+            self.watch.skipped(after(), judge_losses(losses, history))
+
+    def _write(self, ended: Ended, stepped: list[LastStep]) -> None:
+        """Make a step's row now, or start copying its numbers to the host."""
+        bad = [one for one in stepped if one._applied is False]
+        outcome = bad[0] if bad else stepped[-1] if stepped else None
+        known = bool(stepped) and all(one._applied is not None for one in stepped)
+        flag: Number | None = float(bool(bad))
+        if not known and outcome is not None:
+            flag = outcome.found
+        if not known and ended.evidence and (not outcome or outcome._spike is None):
+            flag = ended.evidence.found  # without vetoes of the spike guard
+        losses, iteration = ended.iteration.losses, ended.iteration
+        measured = (*_sizes(ended.works), losses[-1] if losses else None)
+        numbers = [flag, iteration.differs, *ended.scales, *measured]
+        iteration.differs = None
+        has = tuple(number is not None for number in measured)
+        entry = Entry(ended.step, time.time(), has, outcome, known)
+        values = [value for x in numbers if (value := _plain(x)) is not None]
+        if len(values) == len(numbers):
+            self._add_row(values, entry)
+            return
+        tensors = [backend.scalar(0.0 if x is None else x, ended.home) for x in numbers]
+        self._late.post(torch.stack(tensors), entry)
+        self.collect()
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Process the rows that were copied; with `wait`, wait for all of them."""
+        for values, entry in self._late.drain() if wait else self._late.collect():
+            self._add_row(values, entry)
+
+    def _add_row(self, values: list[float], entry: Entry) -> None:
+        flag, differs, scale, after, *rest = values
+        if differs:
+            raise late_error(scale)
+        norm, amax, loss = (
+            x if known else None for x, known in zip(rest, entry.known, strict=True)
+        )
+        outcome, applied = entry.outcome, not flag > 0
+        offenders: tuple[str, ...] = ()
+        if applied:
+            verdict = Verdict.APPLIED
+        elif entry.watched and outcome is not None and outcome._applied is False:
+            verdict, offenders = outcome.verdict, outcome.offenders
+        else:
+            finite = loss is None or isfinite(loss)
+            verdict = Verdict.SCALE_TOO_HIGH if finite else Verdict.FORWARD_NONFINITE
+        row = Row(
+            step=entry.step,
+            scale=scale,
+            next_scale=after,
+            applied=applied,
+            verdict=verdict,
+            norm=norm,
+            amax=None if amax is None else amax / scale,
+            loss=loss,
+            offenders=offenders,
+        )
+        if self.record is not None:
+            self.record(row, entry)
+        if not entry.watched:
+            self.watch.note(row, partial(_examine_last, self.last, verdict))
+
+    def open_gates(self, stepped: list[LastStep]) -> None:
+        """Advance the gated objects whose optimizers stepped."""
+        for gate in self.gates:
+            about = stepped
+            if gate.optimizer is not None:
+                about = [one for one in stepped if gate.follows(one.optimizer)]
+                known = (one.optimizer for one in self.by_optimizer.values())
+                gate.warn_if_closed(stepped=bool(about), others=known)
+            if about and (gate.attempted or all(one.applied for one in about)):
+                gate.advance()
+
+
+def _examine_last(
+    last: LastStep | None, verdict: Verdict
+) -> tuple[Verdict, tuple[str, ...]]:
+    """Return verdict and offenders of the last step, if it was skipped as well."""
+    if verdict is Verdict.FORWARD_NONFINITE or last is None or last.applied:
+        return verdict, ()
+    return last.verdict, last.offenders
+
+
+def _usual_loss(ended: Ended) -> Number:
+    """Return the largest loss of an iteration; NaN if its step was skipped."""
+    losses, evidence = ended.iteration.losses, ended.evidence
+    loss = losses[-1]
+    if len(losses) > 1:
+        sizes = [backend.scalar(each, ended.home).abs() for each in losses]
+        loss = torch.stack(sizes).max()
+    if evidence is None or evidence.finite is not None:
+        return loss
+    skipped = evidence.found.reshape(()) > 0
+    return backend.scalar(loss, skipped.device).masked_fill(skipped, torch.nan)
+
+
+def _sizes(works: list[Work]) -> tuple[Number | None, Number | None]:
+    """Combine several optimizers' norms (unscaled) and largest gradients (scaled)."""
+    norms = [work.norm for work in works if work.norm is not None]
+    sizes = [work.amax for work in works if work.amax is not None]
+    norm = norms[0] if norms else None
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    amax = sizes[0] if sizes else None
+    if len(sizes) > 1:
+        amax = torch.stack(sizes).max()
+    return norm, amax
+
+
+def _read(number: Number) -> float:
+    return backend.read([number])[0]
+
+
+def _plain(number: Number | None) -> float | None:
+    """Return a number that the host can read without waiting; 0 for no measurement."""
+    if number is None:
+        return 0.0
+    if isinstance(number, torch.Tensor):
+        return backend.host_value(number.float().reshape(()))
+    return float(number)
