@@ -129,6 +129,38 @@ def test_the_scaler_has_few_attributes():
     assert len(found) <= MOST_ATTRIBUTES, sorted(found)
 
 
+def assigned_in(text: str, *, outside: str) -> set[str]:
+    """Name the attributes of `self` that methods other than `outside` assign."""
+    found: set[str] = set()
+    for method in ast.walk(ast.parse(text)):
+        if not isinstance(method, ast.FunctionDef) or method.name == outside:
+            continue
+        for node in ast.walk(method):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                found.add(node.attr)
+    return found
+
+
+def test_one_method_makes_the_attributes():
+    """`_assemble` makes them all; torch's own may be replaced later."""
+    made = set(vars(pytest.importorskip("torch").amp.GradScaler("cpu")))
+    for name in ("scaler.py", "contract.py"):
+        text = (CENTRE / name).read_text()
+        assert set() == assigned_in(text, outside="_assemble") - made, name
+
+
+def test_an_attribute_made_elsewhere_is_found():
+    """In any method, also among several targets."""
+    text = "class A:\n    def _assemble(self):\n        self.a = 1\n"
+    text += "    def f(self):\n        self.b, x.c = 1, 2\n"
+
+    assert {"b"} == assigned_in(text, outside="_assemble")
+
+
 def test_attributes_are_counted():
     """Those that both have are not ours."""
 

@@ -242,7 +242,7 @@ def overlaps(fused: bool) -> bool:
     if fused:
         work = scaler._per_optimizer_states[id(optimizer)]
         work.optimizer = optimizer
-        scaler._survey.agree(work, scaler._survey.check(work))
+        scaler._surveyor.agree(work, scaler._surveyor.check(work))
     else:
         scaler.unscale_(optimizer)
     if dist.get_rank() == 0:

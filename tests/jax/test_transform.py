@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import buoy
 from buoy.jax import applied_of, last_step, loss_scaled, scale_of, value_and_grad
-from buoy.jax.survey import survey, underflow
+from buoy.jax.survey import measure, survey
 from tests.jax.nets import batch_of, loss_fn, params_of, stepper
 
 
@@ -302,11 +302,16 @@ def test_underflow_is_the_share_of_small_among_nonzero():
     """Zeros do not count, and neither does a step whose turn it is not."""
     leaves = [jnp.array([0.0, 1.0, 2.0**-21]), jnp.array([-(2.0**-30), 3.0])]
     for branch in (True, False):
-        share = underflow(leaves, 2.0**-20, jnp.array(True), branch=branch)
-        none = underflow(leaves, 2.0**-20, jnp.array(False), branch=branch)
+        for steps, expected in ((15, 0.5), (16, np.nan)):
+            found = measure(
+                leaves,
+                jnp.array(1.0),
+                jnp.array(steps),
+                frozenset({"underflow"}),
+                branch=branch,
+            )
 
-        assert 0.5 == share
-        assert np.isnan(none)
+            np.testing.assert_equal(expected, float(found["underflow"]))
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ import optax
 from buoy._backends.jax import ops
 from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
-from buoy._core.step import MEASUREMENTS, SMALL, decide
+from buoy._core.step import decide
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.errors import NoScaleError, StructureError
 from buoy.jax.masters import keeps_masters
 from buoy.jax.skip import apply_or_skip
 from buoy.jax.state import UNKNOWN, LossScaledState
-from buoy.jax.survey import Survey, agreed, survey, underflow
+from buoy.jax.survey import Survey, agreed, measure, survey
 
 __all__ = ["Options", "advance"]
 
@@ -129,12 +129,9 @@ def _look(
     branch: bool,
 ) -> Survey:
     looked = survey(flat, scales.inverse, amax=options.measure_amax, branch=branch)
-    if "underflow" in options.policy.wants:
-        due = MEASUREMENTS["underflow"].due(steps)
-        looked = looked._replace(
-            small=underflow(flat, SMALL / scales.lowered, due, branch=branch)
-        )
-    return agreed(looked, options.axes)
+    wants = options.policy.wants
+    measured = measure(flat, scales.lowered, steps, wants, branch=branch)
+    return agreed(looked._replace(measured=measured), options.axes)
 
 
 def _seen(looked: Survey, scales: _Scales) -> Seen:
@@ -142,7 +139,7 @@ def _seen(looked: Survey, scales: _Scales) -> Seen:
     return Seen(
         finite=jnp.logical_not(jnp.any(looked.bad)),
         amax_log2=None if amax is None else _log2(amax * scales.lowered),
-        underflow=looked.small,
+        **looked.measured,
     )
 
 

@@ -45,7 +45,7 @@ def _from_dict(target: Any, held: dict[str, Any]) -> Any:
     if set(names) != set(held):
         kind = type(target).__name__
         message = (
-            f"The saved state is not a {kind}: it holds {', '.join(sorted(held))}, and "
+            f"The saved state is no {kind}: it holds {', '.join(sorted(held))}, and "
             f"{', '.join(sorted(names))} are needed. Build `loss_scaled` with the "
             "policy and the inner transformation that were saved."
         )

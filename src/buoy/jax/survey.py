@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.step import bounded_norm
+from buoy._core.step import MEASUREMENTS, SMALL, bounded_norm
 from buoy.jax.agree import largest, total
 from buoy.jax.leaves import is_narrow, real_of
 
-__all__ = ["Survey", "agreed", "survey", "underflow"]
+__all__ = ["Survey", "agreed", "measure", "survey"]
 
 
 class Survey(NamedTuple):
@@ -25,7 +25,7 @@ class Survey(NamedTuple):
     bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
     norm: jax.Array  # float32 []
     amax: jax.Array | None  # float32 []: the largest magnitude, if it was requested
-    small: jax.Array | None  # float32 []: see `Seen.underflow`; NaN if not measured
+    measured: dict[str, jax.Array]  # float32 [], by `MEASUREMENTS`; NaN if not due
 
 
 def survey(
@@ -41,7 +41,7 @@ def survey(
     """
     if not leaves:
         zero = jnp.zeros((), jnp.float32)
-        return Survey(jnp.zeros((0,), jnp.bool_), zero, zero if amax else None, None)
+        return Survey(jnp.zeros((0,), jnp.bool_), zero, zero if amax else None, {})
     squares = [total(_squares(leaf)) for leaf in leaves]
     norm = jnp.sqrt(sum(squares[1:], start=squares[0]))
     sizes = [_largest(leaf) for leaf in leaves] if amax or not branch else None
@@ -55,7 +55,7 @@ def survey(
         bad = _overflows(sizes or [], inverse)
         bound = bounded_norm(_top(sizes or []), sum(map(jnp.size, leaves)))
         norm = jnp.where(jnp.isfinite(norm), norm, bound)
-    return Survey(bad, norm, top if amax else None, None)
+    return Survey(bad, norm, top if amax else None, {})
 
 
 def _squares(leaf: jax.Array) -> jax.Array:
@@ -104,40 +104,55 @@ def _from_elements(
     return bad, jnp.where(jnp.any(bad), norm, exact)
 
 
-def underflow(
+def measure(
     leaves: Sequence[Any],
-    below: jax.Array,
-    due: jax.Array,
+    lowered: jax.Array,
+    steps: jax.Array,
+    wants: frozenset[str],
     *,
     branch: bool,
-) -> jax.Array:
-    """Return the share of the nonzero gradients below a limit; NaN if not due."""
+) -> dict[str, jax.Array]:
+    """Measure what the policy requests besides the largest gradient; NaN if not due.
+
+    `lowered` is the scale of the backward pass / the scale that the gradients carry.
+    """
     nothing = jnp.full((), jnp.nan, jnp.float32)
-    if branch:
-        share: jax.Array = jax.lax.cond(due, _share, lambda *_: nothing, leaves, below)
-        return share
-    return jnp.where(due, _share(leaves, below), nothing)
+    found: dict[str, jax.Array] = {}
+    for name, function in MEASURE.items():
+        if name not in wants:
+            continue
+        due = MEASUREMENTS[name].due(steps)
+        if branch:
+            found[name] = jax.lax.cond(
+                due, function, lambda *_: nothing, leaves, lowered
+            )
+        else:
+            found[name] = jnp.where(due, function(leaves, lowered), nothing)
+    return found
 
 
-def _share(leaves: Sequence[Any], below: jax.Array) -> jax.Array:
+def _underflow(leaves: Sequence[Any], lowered: jax.Array) -> jax.Array:
+    """Return the share of the nonzero gradients that is small.  float32 []."""
     small = nonzero = jnp.zeros((), jnp.float32)
     for leaf in leaves:
         size = jnp.abs(leaf)
         there = size != 0
-        near = there & (size.astype(jnp.float32) < below)
+        near = there & (size.astype(jnp.float32) < SMALL / lowered)
         small = small + total(jnp.sum(near, dtype=jnp.float32))
         nonzero = nonzero + total(jnp.sum(there, dtype=jnp.float32))
     return small / nonzero
+
+
+MEASURE = {"underflow": _underflow}  # besides "amax_log2", which `survey` takes
 
 
 def agreed(seen: Survey, axes: tuple[Any, ...] | None) -> Survey:
     """Combine the findings of all devices."""
     if not axes:
         return seen
-    optional = [x for x in (seen.amax, seen.small) if x is not None]
-    bad, norm, *rest = largest([seen.bad, seen.norm, *optional], axes)
-    amax = rest.pop(0) if seen.amax is not None else None
-    small = rest.pop(0) if seen.small is not None else None
-    if small is not None:  # NaN: not measured; `largest` sends it as inf
-        small = jnp.where(jnp.isfinite(small), small, jnp.nan)
-    return Survey(bad > 0, norm, amax, small)
+    names, sizes = list(seen.measured), [] if seen.amax is None else [seen.amax]
+    numbers = [seen.bad, seen.norm, *seen.measured.values(), *sizes]
+    bad, norm, *rest = largest(numbers, axes)
+    values = [jnp.where(jnp.isfinite(x), x, jnp.nan) for x in rest]  # sent as inf
+    measured = dict(zip(names, values[: len(names)], strict=True))
+    return Survey(bad > 0, norm, rest[-1] if sizes else None, measured)

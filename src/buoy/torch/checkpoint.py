@@ -88,7 +88,7 @@ def _number(state: dict[str, Any], name: str) -> float:
 def _usable(scale: float, rule: Scale) -> float:
     """Replace a saved scale that cannot be used, with a warning."""
     low, high = rule.low, rule.high
-    if not rule.fixed:
+    if not rule.bounds_given:
         low = min(low, scale) if scale >= SMALLEST else low
         high = FLOAT32_MAX
     start = scale if 0.0 <= scale < math.inf else _DEFAULT_SCALE

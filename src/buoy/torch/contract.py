@@ -48,7 +48,7 @@ class TorchContract(TorchGradScaler):
     _names: Names
     _agreement: Agreement  # the ranks that share one scale
     _iteration: Iteration
-    _survey: Surveyor
+    _surveyor: Surveyor
     _log: StepLog
     _hooks: Hooks
     _per_optimizer_states: dict[int, Work]  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class TorchContract(TorchGradScaler):
         if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
             iteration.losses.append(noted)
             if rule.wants and iteration.scalings == 1:  # later the scale is in use
-                self._survey.foresee(loss.reshape(()))
+                self._surveyor.foresee(loss.reshape(()))
 
     def _check_scale_growth_tracker(
         self, funcname: str
@@ -171,12 +171,12 @@ class TorchContract(TorchGradScaler):
     def _unscale(self, work: Work) -> None:
         """Apply the pending multiplier, or check and unscale in one pass."""
         if work.multiplier is not None:
-            self._survey.write(work)
+            self._surveyor.write(work)
             return
         inverse = self._rule.now().inverse
         found = torch.zeros_like(inverse)
         flags = self._unscale_grads_(work.optimizer, inverse, found, False)
-        self._survey.agree(work, flags)
+        self._surveyor.agree(work, flags)
         work["stage"] = OptState.UNSCALED
 
     def _unscale_grads_(
@@ -190,10 +190,10 @@ class TorchContract(TorchGradScaler):
         work = self._per_optimizer_states.get(id(optimizer), Work())
         work.optimizer, rule = optimizer, self._rule
         with backend.NoGrad():
-            gathered = self._survey.gather(work, allow_fp16=allow_fp16)
+            gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
             measures = rule.wants or self._hooks.looked
             if measures and rule.tensor is not None:
-                self._survey.inspect(work, inv_scale.reshape(()), None)
+                self._surveyor.inspect(work, inv_scale.reshape(()), None)
             safe = rule.tensor is not None and rule.now().safe
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
 
@@ -205,12 +205,12 @@ class TorchContract(TorchGradScaler):
             one, zero = torch.ones_like(scale), torch.zeros_like(scale)
             flags = self._unscale_grads_(optimizer, one, zero, True)
         else:
-            flags = self._survey.check(work)
-        self._survey.agree(work, flags)
+            flags = self._surveyor.check(work)
+        self._surveyor.agree(work, flags)
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._survey.settle(self._per_optimizer_states[id(optimizer)])
+        self._surveyor.settle(self._per_optimizer_states[id(optimizer)])
         return super()._found_inf_per_device(optimizer)
 
     def step(
@@ -241,7 +241,7 @@ class TorchContract(TorchGradScaler):
         else:
             if work["stage"] is OptState.READY:
                 self._unscale_in_step(work)
-            self._survey.settle(work)
+            self._surveyor.settle(work)
             if not work["found_inf_per_device"]:
                 raise self._no_gradients(work)
             result = self._maybe_opt_step(optimizer, work, *args, **kwargs)
@@ -269,7 +269,7 @@ class TorchContract(TorchGradScaler):
         if found is None:
             return None
         if self._options.sync == "never":
-            with self._survey.fp16.stepping(optimizer):
+            with self._surveyor.fp16.stepping(optimizer):
                 result = optimizers.step_or_restore(optimizer, found, args, kwargs)
         else:
             work.finite = optimizers.read_found_inf(work, found)
@@ -281,7 +281,7 @@ class TorchContract(TorchGradScaler):
         self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Step an optimizer that takes `grad_scale` and `found_inf`."""
-        optimizer, survey = work.optimizer, self._survey
+        optimizer, survey = work.optimizer, self._surveyor
         if optimizers.takes_scaler(optimizer):
             warn(errors.PASSES_ITSELF, FutureWarning)
             work.handed = work["stage"] is not OptState.UNSCALED
@@ -350,7 +350,7 @@ class TorchContract(TorchGradScaler):
         if new_scale is None:
             for work in works:
                 if work.pending is not None:
-                    self._survey.settle(work)
+                    self._surveyor.settle(work)
             evidence = evidence_of(works, now.tensor.device)
             if evidence is None and not idle:
                 raise errors.nothing_recorded()

@@ -173,7 +173,7 @@ def check_new_scale(value: Any, device: str, scale: Scale) -> None:
             f"{_NEW_SCALE} Got {value!r}; it must be a positive number, and so must be "
             "1 divided by it, which is what gradients are multiplied by."
         )
-    elif scale.fixed and not scale.low <= value <= scale.high:
+    elif scale.bounds_given and not scale.low <= value <= scale.high:
         raise OptionError(
             f"new_scale {value!r} is outside of `min_scale` {scale.low!r} .. "
             f"`max_scale` {scale.high!r}, which were given for this scaler. Stay "

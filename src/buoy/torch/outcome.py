@@ -37,7 +37,7 @@ class Context:
         self.names = names
         self.history = history  # the losses of earlier steps
         self.agreement = agreement  # other ranks may hold parts of the gradients
-        self.sound: set[int] = set()  # ids of optimizers whose weights are finite
+        self.examined: set[int] = set()  # ids of optimizers whose weights are finite
 
 
 class LastStep:
@@ -270,11 +270,11 @@ class LastStep:
         """Return the reason for a skip.  Reads on the host."""
         if self.stale:
             return Verdict.STALE_GRADS
-        optimizer, sound = self._optimizer(), self._context.sound
-        if optimizer is not None and id(optimizer) not in sound:
+        optimizer, examined = self._optimizer(), self._context.examined
+        if optimizer is not None and id(optimizer) not in examined:
             if poisoned(optimizer):
                 return Verdict.POISONED
-            sound.add(id(optimizer))
+            examined.add(id(optimizer))
         losses, history = list(self._losses), list(self._context.history)
         return judge_losses(backend.read(losses), backend.read(history))
 

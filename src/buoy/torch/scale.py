@@ -56,7 +56,7 @@ class Scale:
     ) -> None:
         self.init_scale = init_scale
         self.growth_factor, self.backoff_factor, self.growth_interval = factors
-        self.fixed = policy is None and bounds != (None, None)  # bounds were given
+        self.bounds_given = policy is None and bounds != (None, None)
         self.low = MIN_SCALE if bounds[0] is None else bounds[0]
         self.high = FLOAT32_MAX if bounds[1] is None else bounds[1]
         self.run = None if policy is None else PolicyState(policy)
@@ -276,7 +276,7 @@ class Scale:
 
     def admit(self, value: float) -> None:
         """Widen default bounds to include a scale that was set by hand."""
-        if self.run is None and not self.fixed:
+        if self.run is None and not self.bounds_given:
             self.low = min(self.low, value) if value > 0 else self.low
             self.high = max(self.high, value)
 

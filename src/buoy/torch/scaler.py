@@ -150,7 +150,7 @@ class GradScaler(TorchContract):
         self._hooks = Hooks(self, default_extensions(options))
         fp16 = feature("masters").Fp16Parameters(options.fp16_params)
         parts = self._rule, agreement, names, self._hooks, self._iteration, fp16
-        self._survey = Surveyor(*parts)
+        self._surveyor = Surveyor(*parts)
         if options.device == "cpu":
             backend.self_test(torch.device("cpu"))
 
@@ -255,7 +255,7 @@ class GradScaler(TorchContract):
         ready = work["stage"] is OptState.READY
         if ready and (is_foreign(self._unscale_grads_) or is_foreign(self.unscale_)):
             self.unscale_(optimizer)
-        return self._survey.clip(work, max_norm, order, error=error)
+        return self._surveyor.clip(work, max_norm, order, error=error)
 
     def clip_grad_value_(self, optimizer: Any, clip_value: float) -> None:
         """Clamp every unscaled gradient to [-clip_value, clip_value].

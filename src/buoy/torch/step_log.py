@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
     step: int
     time: float
-    known: tuple[bool, ...]  # which of norm, amax, loss were measured
+    measured: tuple[bool, ...]  # which of norm, amax, loss were measured
     outcome: LastStep | None  # None: inspected, but not stepped
     watched: bool  # the watch already has this step
 
@@ -82,7 +82,7 @@ class StepLog:
         work.outcome, self.last, self.compiled = outcome, outcome, None
         self.by_optimizer[id(work.optimizer)] = outcome
         if work.finite is not False:
-            self.context.sound.discard(id(work.optimizer))
+            self.context.examined.discard(id(work.optimizer))
         return outcome
 
     def add_unscaled(self, optimizer: Any) -> None:
@@ -111,7 +111,7 @@ class StepLog:
             if losses and finite and len(losses) == 1:
                 self.history.append(losses[0])
             elif losses and finite is not False:
-                self.history.append(_usual_loss(ended))
+                self.history.append(_largest_loss(ended))
             losses.clear()
 
     def _note(self, ended: Ended, stepped: list[LastStep], *, finite: bool) -> None:
@@ -164,7 +164,7 @@ class StepLog:
         if differs:
             raise late_error(scale)
         norm, amax, loss = (
-            x if known else None for x, known in zip(rest, entry.known, strict=True)
+            x if known else None for x, known in zip(rest, entry.measured, strict=True)
         )
         outcome, applied = entry.outcome, not flag > 0
         offenders: tuple[str, ...] = ()
@@ -212,7 +212,7 @@ def _examine_last(
     return last.verdict, last.offenders
 
 
-def _usual_loss(ended: Ended) -> Number:
+def _largest_loss(ended: Ended) -> Number:
     """Return the largest loss of an iteration; NaN if its step was skipped."""
     losses, evidence = ended.iteration.losses, ended.evidence
     loss = losses[-1]

@@ -287,7 +287,7 @@ class Window(Extension):
             work["stage"] = OptState.UNSCALED  # see `before_look`
             before, work.amax, work.measured = work.amax, None, {}
             scaler._unscale(work)
-            scaler._survey.settle(work)
+            scaler._surveyor.settle(work)
             work["stage"] = OptState.READY
             if before is not None and work.amax is not None:
                 work.amax = torch.maximum(before, work.amax)

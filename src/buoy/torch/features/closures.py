@@ -87,7 +87,7 @@ def _begin(scaler: Any, optimizer: Any) -> Work:
     for extension in scaler._hooks.extensions:
         if extension is not joint:  # see `conclude`
             extension.before_step(scaler, work)
-    scaler._survey.fp16.prepare(optimizer, scaler._names)
+    scaler._surveyor.fp16.prepare(optimizer, scaler._names)
     return work
 
 
@@ -137,7 +137,7 @@ class _Evaluation:
         scaler, work = self.scaler, self.work
         if work["stage"] is OptState.READY:
             scaler.unscale_(work.optimizer)
-        scaler._survey.settle(work)
+        scaler._surveyor.settle(work)
         home = scaler._rule.now().tensor.device
         found = combined(work["found_inf_per_device"], home)
         if found is None:

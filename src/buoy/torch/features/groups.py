@@ -270,5 +270,5 @@ def _learns(scaler: Any) -> bool:
     works = _works(scaler)
     for work in works:
         if work.pending is not None:
-            scaler._survey.settle(work)
+            scaler._surveyor.settle(work)
     return evidence_of(works, scaler._rule.now().tensor.device) is not None

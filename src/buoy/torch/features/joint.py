@@ -91,10 +91,10 @@ def backward(
 
 def _refuse_scaled(scaler: Any, work: Work, origins: Origins) -> None:
     """Raise if `.grad` has gradients that another call has unscaled or will."""
-    scaler._survey.settle(work)
+    scaler._surveyor.settle(work)
     if work.combined:
         return
-    held = origins.still_in(scaler._survey.gather(work, allow_fp16=True).params)
+    held = origins.still_in(scaler._surveyor.gather(work, allow_fp16=True).params)
     if held or work.multiplier is not None or work["stage"] is OptState.UNSCALED:
         raise wrong_scale("backward", "", held or [""])
 
@@ -104,7 +104,7 @@ def _unscale_part(member: Any, total: Work) -> None:
     work = member._work(total.optimizer, "backward")
     home, earlier = member._rule.now().tensor.device, work["found_inf_per_device"]
     member._unscale(work)
-    member._survey.settle(work)
+    member._surveyor.settle(work)
     found: Flags = work["found_inf_per_device"]
     learnt = found if work.policy_flags is None else work.policy_flags
     work["found_inf_per_device"] = _either(home, earlier, learnt)
@@ -129,7 +129,7 @@ def _check_sum(scaler: Any, work: Work) -> None:
     found = _either(one.device, own, work["found_inf_per_device"])
     work["stage"], work.combined = OptState.UNSCALED, True
     work.policy_flags = {}  # the parent's policy sees nothing of the scale groups
-    scaler._survey.agree(work, found if gathered.grads else {})
+    scaler._surveyor.agree(work, found if gathered.grads else {})
     work.freshness = Freshness(work.optimizer, gathered)
     work.freshness.expect_backward()
 
@@ -186,7 +186,7 @@ class Joint(Extension):
                 scaler._unscale_in_step(work)
             elif work.multiplier is None and work.survey is None:
                 scaler._check_inf_per_device(work.optimizer)
-        scaler._survey.settle(work)
+        scaler._surveyor.settle(work)
         self.adopt(scaler, work, OptimizerSnapshot(work.optimizer))
 
     def adopt(self, scaler: Any, work: Work, snapshot: OptimizerSnapshot) -> None:

@@ -40,7 +40,7 @@ class Spikes(Extension):
         if ready and is_foreign(scaler._unscale_grads_):
             scaler.unscale_(work.optimizer)
         if work["stage"] is OptState.READY and work.multiplier is None:
-            scaler._survey.survey_norm(work, 2.0)
+            scaler._surveyor.survey_norm(work, 2.0)
         elif work.spike is None:
             self._judge_unscaled(scaler, work)
 
@@ -55,11 +55,11 @@ class Spikes(Extension):
 
     def _judge_unscaled(self, scaler: Any, work: Work) -> None:
         """Test the norm of gradients that were unscaled by hand."""
-        scaler._survey.settle(work)
+        scaler._surveyor.settle(work)
         if not work["found_inf_per_device"]:
             return  # no rank has gradients
         if work.norm is None:
-            work.norm = scaler._survey.unscaled_norm(work, 2.0)
+            work.norm = scaler._surveyor.unscaled_norm(work, 2.0)
         factor = self._judge(scaler, work)
         if self.guard.mode == "clip":
             multiply_(gather(work.optimizer), factor)
