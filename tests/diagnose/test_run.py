@@ -40,8 +40,8 @@ def test_a_script_runs_on_buoy_unedited_and_is_recorded(tmp_path):
     """Arguments are the script's own, the trace says what happened."""
     script = str(SCRIPTS / "good_trainer.py")
     done = command(
-        "run", "--report", "page.html", script, "--steps", "12", "--lr", "0.01",
-        cwd=tmp_path,
+        "run", "--policy", "torch", "--report-file", "page.html", script, "--steps",
+        "12", "--lr", "0.01", cwd=tmp_path,
     )  # fmt: skip
     kept = buoy.trace.load(tmp_path / "run.buoy")
 
@@ -53,6 +53,59 @@ def test_a_script_runs_on_buoy_unedited_and_is_recorded(tmp_path):
     assert all(row.amax is not None for row in kept.rows)
 
 
+def test_headroom_is_the_default_and_what_it_replaces_is_said(tmp_path):
+    """One line on stderr when the scaler is made; the report is a plain flag."""
+    script = str(SCRIPTS / "good_trainer.py")
+    done = command("run", "--report", script, "--steps", "12", cwd=tmp_path)
+    kept = buoy.trace.load(tmp_path / "run.buoy")
+
+    assert (0, "") == (done.returncode, done.stdout)
+    assert (
+        "buoy: policy headroom in place of torch's rule, replacing the script's "
+        "init_scale=2^12; `buoy run -p torch` keeps the script's settings\n"
+        "buoy: recorded run.buoy\nbuoy: wrote report.html\n"
+    ) == done.stderr
+    assert "<html" in (tmp_path / "report.html").read_text()
+    assert buoy.policy("headroom").init().scale == kept.rows[0].scale
+
+
+def test_settings_changed_while_training_are_replaced_too(tmp_path):
+    """torch accepts them at any time, so the script must not fail for them."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        "for _ in range(2):\n"
+        "    scaler.set_growth_interval(500)\n"
+        "torch.amp.GradScaler('cpu', 2.0, enabled=False).set_growth_factor(3.0)\n"
+    )
+    done = command("run", "--no-trace", str(script), cwd=tmp_path)
+    start = "buoy: policy headroom in place of torch's rule"
+    kept = "`buoy run -p torch` keeps"
+
+    assert 0 == done.returncode, done.stderr
+    own = ", replacing the script's growth_interval=500"
+    assert [
+        f"{start}; {kept} that rule",
+        f"{start}{own}; {kept} the script's settings",
+    ] == done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("run", "--report"), ("run", "-p=x"), ("doctor", "--json")]
+)
+def test_an_option_after_the_script_is_the_scripts(name, option, tmp_path):
+    """If the script refuses it, the order that was meant is shown."""
+    script = str(SCRIPTS / "good_trainer.py")
+    done = command(name, script, option, cwd=tmp_path)
+
+    assert 2 == done.returncode
+    assert (
+        f"buoy: `{option}` went to the script. Options of `buoy {name}` go before it: "
+        f"`buoy {name} {option} SCRIPT ...`."
+    ) in done.stderr
+
+
 def test_another_policy_can_be_tried(tmp_path):
     """The script's own settings are torch's and stay behind."""
     script = str(SCRIPTS / "good_trainer.py")
@@ -62,19 +115,32 @@ def test_another_policy_can_be_tried(tmp_path):
     )  # fmt: skip
     said = json.loads(done.stdout)
 
-    assert {"exit_code": 0, "scalers": 1, "traces": ["run.buoy"]} == {
-        key: said[key] for key in ("exit_code", "scalers", "traces")
-    }
+    assert {
+        "exit_code": 0,
+        "scalers": 1,
+        "policy": "backoff:init_scale=2**9",
+        "replaced": [{"init_scale": 4096.0}],
+        "traces": ["run.buoy"],
+        "report": None,
+    } == said
     assert 2.0**9 == buoy.trace.load(tmp_path / "run.buoy").rows[0].scale
 
 
-def test_every_spelling_of_the_import_gives_ours(tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        ("torch", (2.0**8, 4.0, 0.5)),
+        ("headroom:init_scale=2**9", (2.0**9, 2.0, 0.5)),
+    ],
+)
+def test_every_spelling_of_the_import_gives_ours(policy, wanted, tmp_path):
     """Also the old ones with their warning, FSDP's, copies and pickles."""
-    done = command("run", "--no-trace", str(SCRIPTS / "run_spellings.py"), cwd=tmp_path)
+    script = str(SCRIPTS / "run_spellings.py")
+    done = command("run", "--no-trace", "-p", policy, script, cwd=tmp_path)
 
     assert 0 == done.returncode, done.stderr
-    wanted = {(2.0**8, 4.0, 0.5)}
-    assert f"True True 4 {wanted} {(256.0, 256.0)}\n" == done.stdout
+    settings, copied = {wanted}, (wanted[0], wanted[0])
+    assert f"True True 4 {settings} {copied}\n" == done.stdout
     assert [] == list(tmp_path.iterdir())
 
 
@@ -161,8 +227,8 @@ def test_options_are_frozen():
         "doctor"
     ]
     assert [
-        "--json", "--module", "--no-trace", "--policy", "--report", "--trace", "-m",
-        "-p", "args", "target",
+        "--json", "--module", "--no-trace", "--policy", "--report", "--report-file",
+        "--trace", "-m", "-p", "args", "target",
     ] == options["run"]  # fmt: skip
 
 

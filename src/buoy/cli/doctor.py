@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from buoy.cli.render import json_out
-from buoy.cli.spec import JSON, PROGRAM
+from buoy.cli.spec import JSON, PROGRAM, hint_at_options
 
 if TYPE_CHECKING:
     from buoy.diagnose.doctor import Examined, Finding
@@ -45,6 +45,7 @@ def doctor(
             stack.enter_context(redirect_stdout(sys.stderr))
         seen = examine(target, args, module=module, steps=steps)
     code = exit_code(seen.error)
+    hint_at_options(args, code)
     if as_json:
         json_out(_document(seen))
     else:

@@ -2,21 +2,24 @@
 
 import sys
 from contextlib import ExitStack, redirect_stdout
+from os import environ
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from buoy._core.errors import BuoyError, MissingBackendError
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as make
-from buoy.cli.render import json_out
-from buoy.cli.spec import JSON, PROGRAM, parsed
+from buoy.cli.render import json_out, value_text
+from buoy.cli.spec import JSON, PROGRAM, hint_at_options, parsed
 
 if TYPE_CHECKING:
     from buoy.diagnose.replace import Replacement
 
 __all__ = ["run"]
+
+_PAGE = "report.html"  # as `buoy report` has it
 
 
 @click.command(
@@ -28,8 +31,10 @@ __all__ = ["run"]
     "--policy",
     "spec",
     metavar="NAME[:key=value,...]",
-    help="The policy that moves the scale, in place of the script's own settings. "
-    "[default: torch's rule, with the script's settings]",
+    default="headroom",
+    show_default=True,
+    help="The policy that moves the scale, in place of the script's own settings; "
+    "`torch` alone is torch's rule with the script's settings.",
 )
 @click.option(
     "--trace",
@@ -41,8 +46,14 @@ __all__ = ["run"]
 @click.option("--no-trace", is_flag=True, help="Record nothing.")
 @click.option(
     "--report",
+    is_flag=True,
+    help=f"Write a page about the run when it has ended, to {_PAGE}.",
+)
+@click.option(
+    "--report-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page about the run to this HTML file when it has ended.",
+    metavar="HTML",
+    help="Write the page to this file instead.",
 )
 @PROGRAM
 @JSON
@@ -50,10 +61,11 @@ def run(
     target: str,
     args: tuple[str, ...],
     *,
-    spec: str | None,
+    spec: str,
     trace: Path,
     no_trace: bool,
-    report: Path | None,
+    report: bool,
+    report_file: Path | None,
     module: bool,
     as_json: bool,
 ) -> int:
@@ -64,7 +76,9 @@ def run(
     The exit code is the script's.
     """
     chosen = _policy(spec)
-    _check_report(report, no_trace=no_trace)
+    page_file = report_file or (Path(_PAGE) if report else None)
+    _check_report(page_file, no_trace=no_trace)
+    settings = _Settings(spec, quiet=as_json)
     # These import torch.
     from buoy.diagnose.program import (  # noqa: PLC0415
         ProgramError,
@@ -76,7 +90,9 @@ def run(
     with ExitStack() as stack:
         if as_json:  # what the script prints is not part of the answer
             stack.enter_context(redirect_stdout(sys.stderr))
-        made = Replacement(chosen, None if no_trace else trace)
+        made = Replacement(
+            chosen, None if no_trace else trace, on_replaced=settings.note
+        )
         stack.enter_context(replaced(made))
         error = None
         try:
@@ -86,16 +102,57 @@ def run(
         except (Exception, SystemExit, KeyboardInterrupt) as caught:  # noqa: BLE001
             error = caught
     code = exit_code(error)
+    hint_at_options(args, code)
     made.close()
-    page = None if report is None else _written(made, report)
-    _tell(made, page, as_json=as_json, code=code)
+    page = None if page_file is None else _written(made, page_file)
+    if as_json:
+        json_out(
+            {
+                "exit_code": code,
+                "scalers": len(made.made),
+                "policy": spec,
+                "replaced": settings.seen,
+                "traces": [str(path) for path in made.traces],
+                "report": None if page is None else str(page),
+            }
+        )
+    else:
+        _tell(made, page)
     return code
 
 
-def _policy(spec: str | None) -> Policy | None:
-    if spec is None:
-        return None
+class _Settings:
+    """Says once which of the script's own settings the policy replaces."""
+
+    def __init__(self, spec: str, *, quiet: bool) -> None:
+        # Of several ranks, one speaks.
+        self._spec, self._quiet = spec, quiet or environ.get("RANK", "0") != "0"
+        self.seen: list[dict[str, Any]] = []
+
+    def note(self, settings: dict[str, Any]) -> None:
+        if settings in self.seen:
+            return
+        self.seen.append(settings)
+        if self._quiet:
+            return
+        what, kept = "", "that rule"
+        if settings:
+            given = ", ".join(
+                f"{key}={value_text(value)}" for key, value in settings.items()
+            )
+            what, kept = f", replacing the script's {given}", "the script's settings"
+        click.echo(
+            f"buoy: policy {self._spec} in place of torch's rule{what}; "
+            f"`buoy run -p torch` keeps {kept}",
+            err=True,
+        )
+
+
+def _policy(spec: str) -> Policy | None:
+    """Make the policy; None for torch's rule with the script's own settings."""
     name, parameters = parsed(spec)
+    if name == "torch" and not parameters:
+        return None
     return make(name, **parameters)
 
 
@@ -127,22 +184,14 @@ def _written(made: "Replacement", target: Path) -> Path | None:
         return None
 
 
-def _tell(made: "Replacement", page: Path | None, *, as_json: bool, code: int) -> None:
+def _tell(made: "Replacement", page: Path | None) -> None:
     """Say what was recorded and where; on stderr, stdout is the script's."""
-    traces = [str(path) for path in made.traces]
-    if as_json:
-        json_out(
-            {
-                "exit_code": code,
-                "scalers": len(made.made),
-                "traces": traces,
-                "report": None if page is None else str(page),
-            }
-        )
-        return
     if not made.made:
-        click.echo("buoy: the script made no GradScaler; nothing recorded.", err=True)
-    for path in traces:
+        click.echo(
+            "buoy: the script made none of torch's GradScalers; nothing recorded.",
+            err=True,
+        )
+    for path in made.traces:
         click.echo(f"buoy: recorded {path}", err=True)
     if page is not None:
         click.echo(f"buoy: wrote {page}", err=True)

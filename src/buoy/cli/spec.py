@@ -10,7 +10,16 @@ import click
 from buoy._core.formats import FORMATS, number_format
 from buoy._core.replay.trace import Trace
 
-__all__ = ["FILE", "FORMAT", "JSON", "PROGRAM", "opened", "parsed", "value_of"]
+__all__ = [
+    "FILE",
+    "FORMAT",
+    "JSON",
+    "PROGRAM",
+    "hint_at_options",
+    "opened",
+    "parsed",
+    "value_of",
+]
 
 _POWER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\*\*|\^)(-?\d+(?:\.\d+)?)")
 _WORDS = {"true": True, "false": False, "none": None}
@@ -37,6 +46,25 @@ def PROGRAM(command: Any) -> Any:  # noqa: N802 - a decorator like those above
     ):
         command = option(command)
     return command
+
+
+_USAGE = 2  # with which argparse and click refuse arguments
+
+
+def hint_at_options(args: tuple[str, ...], code: int) -> None:
+    """Say which arguments that the script refused are options of the command."""
+    if code != _USAGE:
+        return
+    context = click.get_current_context()
+    own = {name for param in context.command.params for name in param.opts}
+    meant = [arg for arg in args if arg.partition("=")[0] in own and arg[:1] == "-"]
+    if meant:
+        command = context.command_path
+        click.echo(
+            f"buoy: {', '.join(f'`{arg}`' for arg in meant)} went to the script. "
+            f"Options of `{command}` go before it: `{command} {meant[0]} SCRIPT ...`.",
+            err=True,
+        )
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:

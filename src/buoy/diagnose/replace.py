@@ -5,9 +5,10 @@ program is run: however it spells its import, and whichever library makes the sc
 it gets ours.  Ours derive from torch's, so `isinstance` says what it said.
 """
 
+import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,10 @@ from buoy.trace.record import Recorder
 __all__ = ["Replacement", "replaced"]
 
 _TRACED = 4  # scalers of one program that are recorded
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(torch.amp.GradScaler).parameters.items()
+}
 
 
 @dataclass
@@ -33,6 +38,12 @@ class Replacement:
     policy: Policy | None = None  # None: torch's rule, with the program's arguments
     trace: Path | None = None
     made: list[GradScaler] = field(default_factory=list)
+    on_replaced: Callable[[dict[str, Any]], object] | None = None
+
+    def replaces(self, settings: dict[str, Any]) -> None:
+        """Report settings of the program that the policy replaces."""
+        if self.on_replaced is not None:
+            self.on_replaced(settings)
 
     def options(self) -> dict[str, Any]:
         """Give what a scaler is made with beyond the program's own arguments."""
@@ -115,11 +126,20 @@ def _amp(chosen: Replacement) -> type[GradScaler]:
                 "backoff_factor": backoff_factor,
                 "growth_interval": growth_interval,
             }
-            if chosen.policy is not None:
-                given.clear()  # they are parameters of torch's rule
+            if chosen.policy is not None:  # they are parameters of torch's rule
+                own = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
+                given.clear()
+                if enabled:
+                    chosen.replaces(own)
             options = {**given, **options, **chosen.options()}
             super().__init__(device, enabled=enabled, **options)
             chosen.made.append(self)
+
+        def _configure(self, name: str, value: Any) -> None:
+            if chosen.policy is None:
+                super()._configure(name, value)
+            elif self.is_enabled():  # an error would end a program that torch accepts
+                chosen.replaces({name: value})
 
     return _named(AmpGradScaler, torch.amp.GradScaler)
 
