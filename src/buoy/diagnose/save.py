@@ -4,19 +4,25 @@ Written by `torch.save` and read back with `weights_only=True`: a file from
 elsewhere is data, and opening it executes nothing.
 """
 
+import random
+import sys
+import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from buoy._core.errors import TraceError
+from buoy._core.errors import OptionError, TraceError
 from buoy.diagnose.culprit import Culprit
 from buoy.diagnose.rehearse import RngState
 
 __all__ = ["SavedBatch", "load_batch", "save_batch"]
 
 _VERSION = 1
+_KEYS = 624  # words in the state of a Mersenne twister
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ def save_batch(
 ) -> None:
     """Write a batch to a file, making its folder.
 
+    Raises `OptionError` if the batch could not be loaded again.
+
     Example:
         >>> import tempfile
         >>> from buoy.diagnose import rng_state
@@ -61,7 +69,18 @@ def save_batch(
     }
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(document, target)
+    # Beside it first: a file that cannot be loaded never gets the name.
+    with TemporaryDirectory(prefix=".buoy-", dir=target.parent) as folder:
+        written = Path(folder) / target.name
+        try:
+            torch.save(document, written)
+            torch.load(written, map_location="meta", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:
+            message = f"The batch cannot be saved: {_PLAIN} {_first_line(error)}"
+            raise OptionError(message) from error
+        written.replace(target)
 
 
 def load_batch(path: str | Path) -> SavedBatch:
@@ -75,28 +94,68 @@ def load_batch(path: str | Path) -> SavedBatch:
         ...     load_batch(folder + "/b.pt").batch
         (tensor([1., 1.]),)
     """
+    if Path(path).exists() and not Path(path).is_file():
+        message = f"{str(path)!r} is not a batch: it is not a regular file."
+        raise TraceError(message)
     try:
         document = torch.load(path, weights_only=True)
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        raise TraceError(_foreign(path)) from error
+        raise TraceError(_foreign(path, _first_line(error))) from error
     if not isinstance(document, dict) or document.get("buoy_batch") != _VERSION:
-        raise TraceError(_foreign(path))
-    culprit = document["culprit"]
-    if culprit is not None:
-        culprit = Culprit(**{**culprit, "poisoned": tuple(culprit["poisoned"])})
-    return SavedBatch(
-        document["batch"], _states(document["rng"]), culprit, document["step"]
-    )
+        raise TraceError(_foreign(path, "It has no entry `buoy_batch` of 1."))
+    return SavedBatch(**{name: _read(path, document, name) for name in _READ})
 
 
-def _foreign(path: str | Path) -> str:
+def _read(path: str | Path, document: dict[str, Any], name: str) -> Any:
+    """Read one entry; raise an error that names it if it is not what was saved."""
+    if name not in document:
+        raise TraceError(_foreign(path, f"It has no entry `{name}`."))
+    try:
+        return _READ[name](document[name])
+    except Exception as error:
+        shown = textwrap.shorten(repr(document[name]), 80)
+        what = f"Its entry `{name}` is damaged: {shown} ({_first_line(error)})"
+        raise TraceError(_foreign(path, what)) from error
+
+
+_PLAIN = (
+    "Batches of tensors, numbers, strings, lists, tuples and dicts can be saved and "
+    "loaded."
+)
+
+
+def _foreign(path: str | Path, why: str) -> str:
     return (
         f"{str(path)!r} is not a batch that this release of Buoy saved, or it holds "
-        "objects that are not plain data. Batches of tensors, numbers, strings, lists, "
-        "tuples and dicts can be saved and loaded."
+        f"objects that are not plain data. {_PLAIN} {why}"
     )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {textwrap.shorten(lines[0], 200)}"
+
+
+def _batch(found: Any) -> tuple[Any, ...]:
+    if not isinstance(found, tuple):
+        raise TypeError("it must be a tuple")
+    return found
+
+
+def _culprit(found: Any) -> Culprit | None:
+    if found is None:
+        return None
+    culprit = Culprit(**{**found, "poisoned": tuple(found["poisoned"])})
+    str(culprit)  # the words need numbers where numbers belong
+    return culprit
+
+
+def _step(found: Any) -> int | None:
+    if found is not None and type(found) is not int:
+        raise TypeError("it must be a whole number or None")
+    return found
 
 
 def _plain(rng: RngState) -> dict[str, Any]:
@@ -109,8 +168,26 @@ def _plain(rng: RngState) -> dict[str, Any]:
 
 
 def _states(plain: dict[str, Any]) -> RngState:
+    """Read the states; each source of random numbers tries its own."""
     rng = dict(plain)
+    random.Random().setstate(rng["python"])  # noqa: S311 - only tries the state
+    torch.Generator().set_state(rng["torch"])
+    for state in rng.get("cuda", ()):
+        if state.dtype is not torch.uint8:
+            raise TypeError("the state of a GPU's generator must be bytes")
     if "numpy" in rng:
-        kind, keys, *rest = rng["numpy"]
-        rng["numpy"] = (kind, keys.numpy().astype("uint32"), *rest)
+        kind, keys, position, *rest = rng["numpy"]
+        if not 0 <= position <= _KEYS:  # NumPy itself would read past the end
+            raise ValueError("the position in NumPy's state is out of range")
+        rng["numpy"] = (kind, keys.numpy().astype("uint32"), position, *rest)
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].RandomState().set_state(rng["numpy"])
     return rng
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "batch": _batch,
+    "rng": _states,
+    "culprit": _culprit,
+    "step": _step,
+}

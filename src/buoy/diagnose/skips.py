@@ -25,7 +25,8 @@ class ExplainSkips:
     `update` finds that the step was skipped, that batch runs once more under hooks,
     with the random numbers it had and at the scale it had; what was found is logged
     (logger `buoy.diagnose`), kept in `culprits`, and saved with the batch if `folder`
-    is given.  Training goes on as if nothing had been looked at.
+    is given.  Training goes on as if nothing had been looked at: an error in the
+    second run or in saving is logged, and training does not see it.
 
     Args:
         scaler: a `buoy.torch.GradScaler`.
@@ -65,30 +66,50 @@ class ExplainSkips:
     def run(self, step_fn: Callable[..., Any], *batch: Any) -> Any:
         """Call `step_fn(*batch)`, remembering it until the next update."""
         if self._left > 0:
-            self._kept = (step_fn, batch, rng_state())
+            self._attempt(lambda: self._keep(step_fn, batch), "kept")
         return step_fn(*batch)
+
+    def _keep(self, step_fn: Callable[..., Any], batch: tuple[Any, ...]) -> None:
+        self._kept = (step_fn, batch, rng_state())
 
     def _after_update(self) -> None:
         self._updates += 1
         kept, self._kept = self._kept, None
+        if kept is not None:
+            self._attempt(lambda: self._explain(*kept), "explained")
+
+    def _explain(
+        self, step_fn: Callable[..., Any], batch: tuple[Any, ...], rng: RngState
+    ) -> None:
         last = self._scaler.last_step
-        if kept is None or last is None or last.applied:
+        if last is None or last.applied:
             return
         self._left -= 1
-        step_fn, batch, rng = kept
         culprit = first_nonfinite(
             self._model, lambda: step_fn(*batch), scale=last.scale, rng=rng
         )
         self.culprits.append(culprit)
-        self._tell(culprit, batch, rng)
-
-    def _tell(
-        self, culprit: Culprit | None, batch: tuple[Any, ...], rng: RngState
-    ) -> None:
-        where = ""
+        said = "Run again, this batch is finite here." if culprit is None else culprit
+        log.warning("Update %d was skipped. %s", self._updates, said)
         if self._folder is not None:
             path = Path(self._folder) / f"step-{self._updates}.pt"
-            save_batch(path, batch, rng=rng, culprit=culprit, step=self._updates)
-            where = f" The batch was saved as {path}."
-        said = "Run again, this batch is finite here." if culprit is None else culprit
-        log.warning("Update %d was skipped. %s%s", self._updates, said, where)
+            self._attempt(lambda: self._save(path, batch, rng, culprit), "saved")
+
+    def _save(
+        self, path: Path, batch: tuple[Any, ...], rng: RngState, culprit: Culprit | None
+    ) -> None:
+        save_batch(path, batch, rng=rng, culprit=culprit, step=self._updates)
+        log.warning("The batch of update %d was saved as %s.", self._updates, path)
+
+    def _attempt(self, act: Callable[[], None], what: str) -> None:
+        """Do something that training must not end for; log why it failed."""
+        try:
+            act()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - Ctrl-C is the user's
+            log.warning(
+                "The batch of update %d could not be %s, and training goes on: %s: %s",
+                self._updates + (what == "kept"),
+                what,
+                type(error).__name__,
+                error,
+            )
