@@ -7,41 +7,86 @@ import warnings
 from typing import Any
 
 import torch
+from layouts import local
 from tasks import layer, one_step
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
+from buoy._backends import torch as backend
 from buoy.torch import GradScaler, RankMismatchError
 
 
-def stray(kind: str) -> str:
-    """Let rank 0 do something that the others do not."""
+def stray(kind: str, parallel: str, hidden: bool) -> Any:
+    """Let rank 0 do something that the others do not; say what came of it."""
+    seen = backend.in_host_memory
+    if hidden:
+        backend.in_host_memory = lambda tensor: False
+    try:
+        return _stray(kind, parallel, sync="never" if hidden else "auto")
+    finally:
+        backend.in_host_memory = seen
+
+
+def _stray(kind: str, parallel: str, sync: Any) -> Any:
     model, alone = layer(), dist.get_rank() == 0
+    whole = DistributedDataParallel(model) if parallel == "ddp" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = "headroom" if kind == "foresees" and alone else None
-    scaler = GradScaler("cpu", 64.0, policy=policy)
+    guard = "skip" if kind.startswith("guards") and alone else None
+    scaler = GradScaler("cpu", 64.0, policy=policy, spike_guard=guard, sync=sync)
+    before = []
     try:
-        for step in range(4):
+        for step in range(48):
+            if step == 0 or (step == 1 and kind == "clips later"):
+                before = [param.detach().clone() for param in model.parameters()]
             optimizer.zero_grad()
-            scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+            if kind.endswith("after a window"):
+                with scaler.accumulate(1, optimizer) as window:
+                    window.backward(whole(torch.ones(4, 3)).square().mean())
+            else:
+                scaler.scale(whole(torch.ones(4, 3)).square().mean()).backward()
             _clip(scaler, optimizer, kind, alone=alone, first=step == 0)
             scaler.step(optimizer)
             scaler.update()
     except RankMismatchError as error:
-        return str(error)
-    return "nothing happened"
+        same = zip(before, model.parameters(), strict=True)
+        return str(error), all(torch.equal(a, b) for a, b in same)
+    return "nothing happened", None
 
 
 def _clip(scaler: Any, optimizer: Any, kind: str, *, alone: bool, first: bool) -> None:
-    if kind == "clips by hand":
+    if "by hand" in kind:
         scaler.unscale_(optimizer)
     order = torch.inf if kind == "clips by hand" else 2.0
     everybody = kind == "clips later" and first
     if kind.startswith("clips") and (alone or everybody):
         scaler.clip_grad_norm_(optimizer, 1.0, order)
+
+
+def read_after_unscale(clip: bool) -> Any:
+    """Read what other libraries read after `unscale_`, with an inf on rank 1."""
+    model = layer()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 64.0)
+    scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+    if dist.get_rank() == 1:
+        local(model.weight.grad).fill_(math.inf)
+    scaler.unscale_(optimizer)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0).item() if clip else math.inf
+    state = scaler._per_optimizer_states[id(optimizer)]
+    found = [flag.item() for flag in state["found_inf_per_device"].values()]
+    scaler.step(optimizer)
+    scaler.update()
+    return found, norm, scaler.last_step.applied, scaler.get_scale()
 
 
 def own_line() -> Any:

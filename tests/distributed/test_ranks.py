@@ -1,5 +1,7 @@
 """Ranks that differ, stay away, have nothing, or form groups of their own."""
 
+import math
+
 import measures
 import pytest
 import strays
@@ -51,22 +53,46 @@ def test_it_is_heard_of_late_where_nobody_asks(kind, crew_of):
         assert untouched
 
 
-@pytest.mark.parametrize(
-    ("kind", "doing"),
-    [
-        ("clips", "clipping by a norm"),
-        ("clips later", "clipping by a norm"),
-        ("clips by hand", "clipping by the largest gradient"),
-        ("foresees", "scaling a loss"),
-    ],
-)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_do_different_things_are_told_so(kind, doing, size, crew_of):
-    """Collectives that do not fit together end no process, and mean nothing."""
+STRAYS = {
+    "clips": "clipping by a norm",
+    "clips later": "clipping by a norm",
+    "clips by hand": "clipping by the largest gradient",
+    "clips 2-norm by hand": "clipping by a norm, after `unscale_`",
+    "clips after a window": "clipping by a norm, after `unscale_`",
+    "guards": "clipping by a norm",
+    "guards by hand": "clipping by a norm, after `unscale_`",
+    "foresees": "scaling a loss",
+}
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+@pytest.mark.parametrize(("size", "parallel"), [(2, "no"), (4, "no"), (2, "ddp")])
+def test_ranks_that_do_different_things_are_told_so(kind, size, parallel, crew_of):
+    """Before any of them applies a step; DDP's own messages do not wait for it."""
     others = "rank 1" if size == 2 else "ranks 1, 2, 3"
-    for message in crew_of(size).run(strays.stray, kind):
-        assert f"rank 0: {doing}" in message
+    for message, untouched in crew_of(size).run(strays.stray, kind, parallel, False):
+        assert f"rank 0: {STRAYS[kind]}" in message
         assert f"{others}: checking gradients" in message
+        assert untouched
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+@pytest.mark.parametrize("parallel", ["no", "ddp"])
+def test_where_nobody_reads_ranks_that_differ_skip(kind, parallel, crew_of):
+    """And get the error once it is known."""
+    for message, untouched in crew_of(2).run(strays.stray, kind, parallel, True):
+        assert "Ranks" in message
+        assert untouched
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_others_read_what_the_ranks_agreed_on(clip, crew_of):
+    """After `unscale_`, as PyTorch's own test of FSDP2 with a scaler demands."""
+    for found, norm, applied, scale in crew_of(4).run(strays.read_after_unscale, clip):
+        assert [1.0] == found
+        assert norm == math.inf
+        assert not applied
+        assert 32.0 == scale
 
 
 @pytest.mark.slow
@@ -178,7 +204,7 @@ def test_a_group_must_be_one():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_looking_does_not_wait_for_the_others(fused, crew_of):
-    """The collective is launched by the survey, and awaited where the step is."""
+    """Ranks exchange their findings where the step is, not in `unscale_`."""
     assert [True, True] == crew_of(2).run(tasks.overlaps, fused)
 
 

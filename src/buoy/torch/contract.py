@@ -107,6 +107,7 @@ class TorchContract(TorchGradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._rule.tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
+        self._surveyor.introduce()
         self._rule.place(dev, self._init_scale, self._init_growth_tracker)
         backend.self_test(torch.device(dev))
 
@@ -348,9 +349,6 @@ class TorchContract(TorchGradScaler):
         now = rule.now()
         before, evidence = now.copy, None
         if new_scale is None:
-            for work in works:
-                if work.pending is not None:
-                    self._surveyor.settle(work)
             evidence = evidence_of(works, now.tensor.device)
             if evidence is None and not idle:
                 raise errors.nothing_recorded()

@@ -1,13 +1,11 @@
 """Ranks that share one scale: combine their findings by all-reduce.
 
-Every rank sends one small vector after it has inspected its own gradients, and waits
-for the result where the decision is needed: one MAX all-reduce.  A number that must be
-equal on all ranks is sent with its negative: the two maxima show whether it is.
-Clipping adds a SUM over all ranks if they share parameters (DTensor, FSDP), and sums
-over smaller process groups with one more MAX if only some ranks hold a parameter.
-
-    pending = agreement.launch(findings)      # after the gradients were inspected
-    agreed = pending.wait()                   # where the decision is needed
+Every rank sends one small vector before it clips or steps: one MAX all-reduce.  It also
+says what the rank is about to do, so that no rank applies a step while others do
+something else.  A number that must be equal on all ranks is sent with its negative: the
+two maxima show whether it is.  Clipping adds a SUM over all ranks if they share
+parameters (DTensor, FSDP), and sums over smaller process groups with one more MAX if
+only some ranks hold a parameter.
 
 The host reads only its own memory.  On other devices, ranks that differ skip the step
 (`found` is 1), and `Agreed.differs` reports it once it is read.
@@ -30,7 +28,7 @@ from buoy._backends.torch.rank_norms import LocalNorm, RankGradients
 from buoy._core.step import MEASUREMENTS
 from buoy.torch.errors import RankMismatchError
 
-__all__ = ["Agreed", "Agreement", "Findings", "LocalResult", "SingleRank", "late_error"]
+__all__ = ["Agreed", "Agreement", "Findings", "late_error"]
 
 _TURNS = 2**24  # float32 counts no further
 _MAX, _SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
@@ -63,19 +61,6 @@ class Agreed(NamedTuple):
     mismatch: Callable[[], RankMismatchError] | None = None
 
 
-class LocalResult:
-    """The findings of a single rank, which need no communication."""
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-
-    def wait(self) -> Agreed:
-        """Return the findings unchanged."""
-        mine, norm = self._findings, self._findings.norm
-        whole = None if norm is None else norm.total.float()
-        return Agreed(*mine[:2], mine.has_grads, mine.has_loss, whole)
-
-
 # The vector that is sent: numbers to combine, numbers that must be equal, the negatives
 # of the latter; when clipping also six numbers of the norm (see `norms.message`).
 _FOUND, _END = 0, 1 + len(MEASUREMENTS)
@@ -84,17 +69,15 @@ _HAS, _NEGATIVE = slice(_END + 5, _END + 7), slice(_END + 7, _END + 12)
 _NORM = slice(_END + 12, _END + 18)
 
 
-class Pending(LocalResult):
-    """Findings whose all-reduce has started."""
+class _Exchange:
+    """One rank's part in combining the findings of all."""
 
     def __init__(self, ranks: Ranks, findings: Findings, doing: str) -> None:
-        super().__init__(findings)
-        self._ranks, self._doing = ranks, doing
+        self._ranks, self._findings, self._doing = ranks, findings, doing
         norm, home = findings.norm, findings.scale.device
         self._sums = torch.zeros(3, dtype=torch.float64, device=home)  # of replicas
         if norm is not None and not norm.rounds & norms.GROUPED:
             self._sums = norm.plain
-        self._sent = ranks.reduce(doing, self._vector(), _MAX)
 
     def _vector(self) -> torch.Tensor:
         mine, equal = self._findings, self._equal()
@@ -118,13 +101,9 @@ class Pending(LocalResult):
         rounds = 0.0 if norm is None else float(norm.rounds)
         return mine.scale, mine.tracker, float(mine.turn % _TURNS), order, rounds
 
-    def wait(self) -> Agreed:
-        """Wait for the other ranks; with NCCL only the device waits.
-
-        Raises RankMismatchError if ranks differ and the host can read it, and
-        AbsentRankError if some ranks did not take part.
-        """
-        vector, gap = self._sent.wait()
+    def agreed(self) -> Agreed:
+        """Wait for the other ranks; with NCCL only the device waits."""
+        vector, gap = self._ranks.reduce(self._doing, self._vector(), _MAX).wait()
         gap = gap + (vector[_EQUAL] + vector[_NEGATIVE]).sum()
         norm, whole = self._findings.norm, None
         if norm is None:
@@ -244,32 +223,7 @@ def _added_up(norm: LocalNorm) -> torch.Tensor:
     return whole
 
 
-class SingleRank:
-    """A rank that shares its scale with no other: the same interface, no messages."""
-
-    @property
-    def active(self) -> bool:
-        """Whether there are other ranks to agree with."""
-        return False
-
-    def measure(
-        self,
-        seen: RankGradients,
-        model: torch.nn.Module | None = None,  # noqa: ARG002 - `Agreement` needs it
-    ) -> LocalNorm:
-        """Return this rank's norm, for `Findings.norm`."""
-        return LocalNorm(seen.order, seen.total, seen.total, seen.total, (), 0)
-
-    def launch(self, findings: Findings, *, doing: str | None = None) -> LocalResult:  # noqa: ARG002
-        """Return the findings as the result."""
-        return LocalResult(findings)
-
-    def largest(self, number: torch.Tensor, doing: str) -> torch.Tensor:  # noqa: ARG002
-        """Return the number."""
-        return number
-
-
-class Agreement(SingleRank):
+class Agreement:
     """The ranks that share one scale.
 
     By default all ranks of torch.distributed, once it is initialised: ranks that train
@@ -297,23 +251,34 @@ class Agreement(SingleRank):
 
         Raises OptionError if that is unknown without `model`.
         """
-        if not self.active:
-            return super().measure(seen)
         group = self._norm_group
         if isinstance(group, Ranks):  # no sum over a process group of one rank
             group = (*group.groups(), None)[0]
         return norms.local_norm(seen, self.ranks.members(), group, model)
 
-    def launch(self, findings: Findings, *, doing: str | None = None) -> LocalResult:
-        """Start the all-reduce of this rank's findings.
+    def introduce(self, *, foresees: bool, wait: bool) -> None:
+        """Compare, once per scaler, whether the policies of ranks look at the loss.
+
+        Such a policy waits for all ranks before the backward pass, where a rank with
+        another policy would never join.  Raises RankMismatchError.  Without `wait`,
+        other ranks learn of this one, but it does not compare.
+        """
+        doing = "loss" if foresees else "agree"
+        found = self.ranks.post("policy", doing, wait=wait)
+        if wait and len(set(found.values())) > 1:
+            raise collectives.different_calls(
+                {rank: code_of(one) for rank, one in found.items()}
+            )
+
+    def agree(self, findings: Findings, *, doing: str | None = None) -> Agreed:
+        """Combine this rank's findings with those of all ranks.
 
         `doing` is "agree" or, with a norm, "clip"; "norm" or "largest" for gradients
-        that were combined before.
+        that are already unscaled.  Raises RankMismatchError if ranks differ and the
+        host can read it, and AbsentRankError if some ranks did not take part.
         """
-        if not self.active:
-            return super().launch(findings)
         usual = "agree" if findings.norm is None else "clip"
-        return Pending(self.ranks, findings, doing or usual)
+        return _Exchange(self.ranks, findings, doing or usual).agreed()
 
     def largest(self, number: torch.Tensor, doing: str) -> torch.Tensor:
         """Return the largest of all ranks' numbers; this waits."""

@@ -21,7 +21,7 @@ from buoy._core.step import MEASUREMENTS
 from buoy.torch.policy_state import Evidence
 
 if TYPE_CHECKING:
-    from buoy.torch.distributed import LocalResult
+    from buoy.torch.distributed import Agreed
 
 __all__ = [
     "Flags",
@@ -58,7 +58,7 @@ class Work(dict[str, Any]):
     amax: torch.Tensor | None = None  # the largest scaled magnitude, where measured
     policy_flags: Flags | None = None  # what the policy sees; None: the same flags
     finite: bool | None = None  # the outcome, if the host has it
-    pending: "LocalResult | None" = None  # the all-reduce of findings
+    settle: "Callable[..., Agreed] | None" = None  # combines the findings of all ranks
     differs: torch.Tensor | None = None  # 1 if ranks differ; the host has not read it
     mismatch: Callable[[], Exception] | None = None  # the error, if they do
     freshness: "Freshness | None" = None
@@ -70,6 +70,13 @@ class Work(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(stage=OptState.READY, found_inf_per_device={})
+
+    def __missing__(self, key: str) -> Any:
+        """Combine the flags of all ranks when they are first read."""
+        if self.settle is None:
+            raise KeyError(key)
+        self.settle()
+        return self[key]
 
     def reset(self) -> None:
         """Clear the findings: the optimizer evaluates its closure again."""

@@ -11,6 +11,7 @@ applied to `.grad` or passed to the optimizer.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from buoy._backends.torch.gradients import (
 from buoy._backends.torch.rank_norms import RankGradients
 from buoy._core.step import MEASUREMENTS, clip_factor
 from buoy.torch import errors
-from buoy.torch.distributed import Agreed, Agreement, Findings, LocalResult
+from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
 from buoy.torch.names import Names
@@ -108,25 +109,38 @@ class Surveyor:
 
     # -- ranks -------------------------------------------------------------------------
 
-    def agree(self, work: Work, flags: Flags, norm: Any = None) -> None:
-        """Store this rank's findings, and start the all-reduce of them."""
+    def introduce(self) -> None:
+        """Compare this scaler with those of the other ranks, once."""
+        if self.agreement.active:
+            free = not self.iteration.in_schedule  # where a rank waits for its stage
+            foresees = free and "loss" in self.rule.wants
+            self.agreement.introduce(foresees=foresees, wait=free)
+
+    def agree(self, work: Work, flags: Flags) -> None:
+        """Store this rank's findings.
+
+        With several ranks, they are combined when the flags are first read: by then it
+        is known whether this rank clips, and ranks that do not all do so get an error
+        before any of them steps.
+        """
         work["found_inf_per_device"] = flags
         if self.agreement.active:
             self.foresee(None)
-            work.pending = self._launch(work, flags, norm)
+            work.settle = partial(self._combine, work, flags)
+            del work["found_inf_per_device"]  # see `Work.__missing__`
 
-    def _launch(
+    def _combine(
         self, work: Work, flags: Flags, norm: Any = None, doing: str | None = None
-    ) -> LocalResult:
+    ) -> Agreed:
+        """Replace this rank's findings by those of all ranks."""
         now, tracker = self.rule.now(), self.rule.tracker
         home = now.tensor.device
         flag = combined(flags, home)
         zero = torch.zeros((), dtype=torch.float32, device=home)
         found = work.measured
-        measured = {n: backend.scalar(found.get(n, zero), home) for n in self._due()}
         findings = Findings(
             found=zero if flag is None else flag,
-            measured=measured,
+            measured={n: backend.scalar(found.get(n, zero), home) for n in self._due()},
             scale=now.tensor,
             tracker=zero if tracker is None else tracker,
             turn=self.rule.turn,
@@ -134,28 +148,23 @@ class Surveyor:
             has_loss=not self.iteration.assumed,
             norm=norm,
         )
-        return self.agreement.launch(findings, doing=doing)
-
-    def settle(self, work: Work) -> None:
-        """Wait for the findings of the other ranks; ask the policy for a veto."""
-        pending, work.pending = work.pending, None
-        if pending is not None:
-            self._adopt(work, pending.wait())
-        if self.rule.run is not None and work["stage"] is not OptState.STEPPED:
-            self._veto(work)
-
-    def _adopt(self, work: Work, agreed: Agreed) -> None:
-        """Replace this rank's findings by those of all ranks."""
+        agreed = self.agreement.agree(findings, doing=doing)
         if agreed.differs is not None:
             self.iteration.differs = work.differs = agreed.differs
             work.mismatch = agreed.mismatch
         if not agreed.has_loss:
             raise errors.before_scale("step")
-        found = {agreed.found.device: agreed.found} if agreed.has_grads else {}
-        work["found_inf_per_device"] = found
+        shared = {agreed.found.device: agreed.found} if agreed.has_grads else {}
+        work.settle, work["found_inf_per_device"] = None, shared
         work.measured = dict(agreed.measured)
-        if agreed.norm is not None and agreed.has_grads:
-            work.norm = (agreed.norm * self.rule.now().inverse).float()
+        return agreed
+
+    def settle(self, work: Work) -> None:
+        """Combine the findings of all ranks; ask the policy for a veto."""
+        if work.settle is not None:
+            work.settle()
+        if self.rule.run is not None and work["stage"] is not OptState.STEPPED:
+            self._veto(work)
 
     def foresee(self, loss: torch.Tensor | None) -> None:
         """Pass this iteration's first loss, the largest of all ranks, to the policy."""
@@ -205,14 +214,15 @@ class Surveyor:
         self.inspect(work, now.inverse, order)
         survey: Any = work.survey
         flags = {now.tensor.device: survey.found} if gathered.grads else {}
-        shared = self._shared_norm(work, order) if self.agreement.active else None
-        work.order, work.multiplier = order, now.inverse
-        if shared is not None:
-            self.agree(work, flags, shared)
+        norm, work["found_inf_per_device"] = survey.norm, flags
+        if self.agreement.active:
+            shared = self._shared_norm(work.optimizer, gathered, survey, order)
+            self.foresee(None)
+            norm = self._combine(work, flags, shared).norm
             self.settle(work)
-        else:
-            work["found_inf_per_device"] = flags
-            work.norm = (survey.norm * now.inverse).float()
+        work.order, work.multiplier = order, now.inverse
+        if work["found_inf_per_device"]:
+            work.norm = (norm * now.inverse).float()
         for hook in self.hooks.norm_taken:
             hook(work)
 
@@ -220,27 +230,22 @@ class Surveyor:
         """Compute another norm of gradients that were inspected before."""
         gathered = work.gathered = gather(work.optimizer)
         one = torch.ones((), dtype=torch.float32, device=self.rule.now().tensor.device)
-        again = Work()
-        again.optimizer, again.gathered = work.optimizer, gathered
-        again.survey = take_survey(magnitudes(gathered, order), one, order=order)
+        survey = take_survey(magnitudes(gathered, order), one, order=order)
         if not self.agreement.active:
-            return again.survey.norm
-        self.settle(work)
-        flags = {one.device: again.survey.found} if gathered.grads else {}
-        norm = self._shared_norm(again, order)
+            return survey.norm
+        norm = self._shared_norm(work.optimizer, gathered, survey, order)
         doing = "largest" if order == math.inf else "norm"
-        agreed = self._launch(again, flags, norm, doing).wait()
-        if agreed.differs is not None and work["found_inf_per_device"]:
-            self.iteration.differs = agreed.differs
-            work["found_inf_per_device"] = {agreed.found.device: agreed.found}
-        return agreed.norm
+        if work.settle is not None:  # not combined since `unscale_`
+            return work.settle(norm=norm, doing=doing).norm
+        flags: Flags = work["found_inf_per_device"]
+        return self._combine(work, flags, norm, doing).norm
 
-    def _shared_norm(self, work: Work, order: float) -> Any:
+    def _shared_norm(
+        self, optimizer: Any, gathered: Gathered, survey: Any, order: float
+    ) -> Any:
         """Return this rank's contribution to the norm over all ranks."""
-        gathered: Any = work.gathered
-        survey: Any = work.survey
         measured = RankGradients(
-            parameters_of(work.optimizer),
+            parameters_of(optimizer),
             gathered.params,
             gathered.grads,
             survey.parts,

@@ -10,6 +10,7 @@ allocates device memory, they use the default process group.
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -176,23 +177,39 @@ class Ranks:
 
         Returns those present and those absent; None if the store does not respond.
         """
-        groups = self.groups()
-        ranks = sorted({rank for group in groups for rank in ranks_of(group)})
-        stamp = "/".join([*(group.group_name for group in groups), str(self._sent)])
-        keys = {rank: f"buoy/{stamp}/{rank}" for rank in ranks}
-        until = time.monotonic() + _GRACE
+        found = self.post(f"roll call {self._sent}", "here")
+        ranks = sorted({rank for group in self.groups() for rank in ranks_of(group)})
+        here = [rank for rank in ranks if rank in found]
+        return (here, [rank for rank in ranks if rank not in found]) if here else None
+
+    def post(self, topic: str, word: str, *, wait: bool = True) -> dict[int, str]:
+        """Post a word in the store; return those of the ranks that posted theirs.
+
+        Waits a few seconds at most.  Empty if the store does not respond.
+        """
+        keys: dict[str, int] = {}
+        for group in self.groups():
+            stamp = f"buoy/{topic}/{group.group_name}"
+            _POSTED[stamp] += 1
+            place = f"{stamp}/{_POSTED[stamp]}"
+            keys |= {f"{place}/{rank}": rank for rank in ranks_of(group)}
+        until = time.monotonic() + (_GRACE if wait else 0.0)
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(keys[dist.get_rank()], "here")
-            while time.monotonic() < until and not store.check(list(keys.values())):
+            for key, rank in keys.items():
+                if rank == dist.get_rank():
+                    store.set(key, word)
+            while time.monotonic() < until and not store.check(list(keys)):
                 time.sleep(_POLL)
-            here = [rank for rank, key in keys.items() if store.check([key])]
+            return {
+                r: store.get(k).decode() for k, r in keys.items() if store.check([k])
+            }
         except (RuntimeError, ValueError):
-            return None
-        return here, [rank for rank in ranks if rank not in here]
+            return {}
 
 
 _AVAILABLE = dist.is_available()
+_POSTED: Counter[str] = Counter()  # posts of this process, by topic and process groups
 _OWN: "WeakKeyDictionary[Any, weakref.ref[Any]]" = WeakKeyDictionary()
 
 

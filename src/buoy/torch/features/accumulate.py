@@ -312,9 +312,9 @@ class Window(Extension):
                 multiply_(gathered, self._count / good.clamp(min=1.0))
             work = scaler._per_optimizer_states[id(optimizer)]
             work["stage"] = OptState.UNSCALED
-            work["found_inf_per_device"] = {home: (good == 0).float()}
             work.policy_flags = {home: (self._bad > 0).float()}
             work.measured = merged(self._measured[id(optimizer)], home)
+            scaler._surveyor.agree(work, {home: (good == 0).float()})
             work.survey, work.gathered = None, gathered
             work.freshness = Freshness(optimizer, gathered)
             work.freshness.expect_backward()

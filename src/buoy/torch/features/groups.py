@@ -267,8 +267,5 @@ def _works(scaler: Any) -> list[Work]:
 
 def _learns(scaler: Any) -> bool:
     """Return whether there are findings for the policy."""
-    works = _works(scaler)
-    for work in works:
-        if work.pending is not None:
-            scaler._surveyor.settle(work)
-    return evidence_of(works, scaler._rule.now().tensor.device) is not None
+    home = scaler._rule.now().tensor.device
+    return evidence_of(_works(scaler), home) is not None
