@@ -224,3 +224,54 @@ def test_a_recorder_may_be_closed_by_its_own_thread(tmp_path):
     scaler.update()
     assert closed.wait(30)
     assert not errors
+
+
+class Exits:
+    """Ends the process, or so it believes."""
+
+    def write(self, rows):
+        raise SystemExit(1)
+
+    def close(self):
+        """Do nothing."""
+
+
+class Hangs:
+    """Never returns."""
+
+    def __init__(self):
+        self.entered = threading.Event()
+
+    def write(self, rows):
+        self.entered.set()
+        threading.Event().wait()
+
+    def close(self):
+        """Do nothing."""
+
+
+def test_a_sink_that_exits_costs_the_sink_alone(tmp_path):
+    """SystemExit is no Exception."""
+    recorder = Recorder(tmp_path / "run.buoy", sinks=[Exits()])
+    recorder.step(scale=2.0, applied=True)
+    with pytest.warns(TraceWarning, match="sink Exits has failed.*SystemExit: 1"):
+        recorder.flush()
+    recorder.step(scale=2.0, applied=True)
+    recorder.close()
+    assert len(buoy.trace.load(recorder.path).rows) == 2
+
+
+def test_a_sink_that_hangs_holds_up_neither_file_nor_other_sinks(tmp_path, monkeypatch):
+    """Everything else is written; closing does not wait for it."""
+    monkeypatch.setattr("buoy.trace.outlet.PATIENCE", 0.5)
+    hanging, other = Hangs(), JsonLines(tmp_path / "run.jsonl")
+    recorder = Recorder(tmp_path / "run.buoy", sinks=[hanging, other])
+    recorder.step(scale=2.0, applied=True)
+    assert hanging.entered.wait(30)
+    for _ in range(9):
+        recorder.step(scale=2.0, applied=True)
+    with pytest.warns(TraceWarning, match="sink Hangs does not return"):
+        recorder.close()
+    recording = buoy.trace.load(recorder.path)
+    assert (len(recording.rows), recording.ended) == (10, True)
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 10

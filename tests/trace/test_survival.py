@@ -148,3 +148,133 @@ def test_a_disk_that_stands_still_costs_rows_and_not_time(tmp_path):
     recording = buoy.trace.load(path)
     assert len(recording.rows) == 1001 - recorder.lost
     assert recording.lost == recorder.lost
+
+
+def go(runs):
+    """Let processes go on that wait for a line."""
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+
+
+def test_runs_that_start_on_one_file_at_the_same_time_keep_theirs(tmp_path):
+    """Every run finds all its rows under one of the names, next to the earlier one."""
+    path = tmp_path / "run.buoy"
+    with Recorder(path, meta={"name": "earlier"}) as recorder:
+        recorder.step(scale=2.0, applied=True)
+    runs = [
+        start(
+            f"""
+            import sys, warnings
+            from buoy.trace import Recorder
+            warnings.simplefilter("error")
+            print("ready", flush=True)
+            sys.stdin.readline()
+            recorder = Recorder({str(path)!r}, meta={{"name": "{number}"}})
+            for step in range(50):
+                recorder.step(scale=2.0, applied=True, loss={number})
+            recorder.flush()
+            print(recorder.path, flush=True)
+            sys.stdin.readline()
+            for step in range(50):
+                recorder.step(scale=2.0, applied=True, loss={number})
+            recorder.close()
+            """,
+            stdin=subprocess.PIPE,
+        )
+        for number in range(6)
+    ]
+    for run in runs:
+        assert run.stdout.readline() == "ready\n"
+    go(runs)
+    names = [run.stdout.readline().strip() for run in runs]
+    go(runs)
+    assert [run.communicate()[1] for run in runs] == [""] * 6
+    for number, name in enumerate(names):
+        recording = buoy.trace.load(name)
+        assert recording.meta["name"] == str(number)
+        assert [row.loss for row in recording.rows] == [number] * 100
+        assert recording.ended
+    every = {buoy.trace.load(found).name for found in tmp_path.glob("run*.buoy")}
+    assert every == {"earlier", *map(str, range(6))}
+    assert len(os.listdir(tmp_path)) == 7  # noqa: PTH208 - and no lock
+
+
+@pytest.mark.parametrize(
+    "breaking",
+    [
+        lambda recorder: recorder.step(scale=2.0, applied=True, step=2**63),
+        lambda recorder: recorder.step(scale="two", applied=True),
+        lambda recorder: recorder.step(scale=2.0, applied=True, offenders=["\ud800"]),
+        lambda recorder: recorder.path.unlink(),
+        lambda recorder: recorder.path.rename(recorder.path.with_name("b.buoy")),
+    ],
+    ids=["step", "scale", "name", "deleted", "moved"],
+)
+def test_whatever_stops_the_file_is_told_once(tmp_path, breaking):
+    """Values that SQLite has no place for; a file that is gone."""
+    recorder = Recorder(tmp_path / "run.buoy")
+    recorder.step(scale=2.0, applied=True)
+    recorder.flush()
+
+    def go_on():
+        breaking(recorder)
+        for _ in range(3):
+            recorder.step(scale=2.0, applied=True)
+            recorder.flush()
+        recorder.close()
+
+    with pytest.warns(TraceWarning, match="has stopped") as told:
+        go_on()
+    assert len(told) == 1
+
+
+def test_whatever_is_noted_about_a_run_is_kept(tmp_path):
+    """What JSON has no form for becomes text, and costs nothing else."""
+    circle: list = []
+    circle.append(circle)
+    meta = {"path": tmp_path, "set": {1}, "keys": {(1, 2): 3}, "circle": circle}
+    with Recorder(tmp_path / "run.buoy", meta=meta) as recorder:
+        recorder.step(scale=2.0, applied=True)
+        recorder.describe(model=object)
+    recording = buoy.trace.load(recorder.path)
+    assert len(recording.rows) == 1
+    assert recording.meta["path"] == str(tmp_path)
+    assert recording.meta["keys"] == "{(1, 2): 3}"
+    assert recording.meta["circle"] == "[[...]]"
+
+
+def test_histograms_that_cannot_be_made_cost_only_themselves(tmp_path):
+    """The function that counts runs in the writing thread; it may fail there."""
+
+    def exits():
+        raise SystemExit(3)
+
+    recorder = Recorder(tmp_path / "run.buoy")
+    recorder.histograms(0, 2.0, exits)
+    recorder.step(scale=2.0, applied=True)
+    with pytest.warns(TraceWarning, match=r"step 0: SystemExit: 3"):
+        recorder.close()
+    assert len(buoy.trace.load(recorder.path).rows) == 1
+
+
+def test_a_script_that_just_ends_hears_what_was_lost(tmp_path):
+    """No step comes after the fault, and no `close`."""
+    run = start(
+        f"""
+        from buoy.trace import Recorder
+        recorder = Recorder({str(tmp_path / "run.buoy")!r})
+        recorder.step(scale=2.0, applied=True, step=2**63)
+        """
+    )
+    _, errors = run.communicate()
+    assert errors.count("TraceWarning") == 1
+    assert "OverflowError" in errors
+
+
+def test_a_pipe_in_place_of_the_file_is_left_alone(tmp_path):
+    """Opening it would never return."""
+    os.mkfifo(tmp_path / "run.buoy")
+    with pytest.warns(TraceWarning, match="left alone"):  # noqa: SIM117
+        with Recorder(tmp_path / "run.buoy") as recorder:
+            recorder.step(scale=2.0, applied=True)

@@ -15,10 +15,10 @@ from buoy.trace.write import write
 
 if TYPE_CHECKING:
     from buoy.trace.counts import Counts
+    from buoy.trace.outlet import Sink
     from buoy.trace.record import Recorder, TraceWarning
     from buoy.trace.recording import Recording, Shot, load
     from buoy.trace.row import Row
-    from buoy.trace.writer import Sink
 
 __all__ = [
     "KINDS",
@@ -44,7 +44,7 @@ _HOMES = {
     "Recording": "recording",
     "Row": "row",
     "Shot": "recording",
-    "Sink": "writer",
+    "Sink": "outlet",
     "TraceWarning": "record",
     "load": "recording",
 }

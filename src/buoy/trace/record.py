@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from buoy._core.errors import OptionError
 from buoy._core.formats import number_format
 from buoy._core.state import Verdict
+from buoy.trace.outlet import Sink
 from buoy.trace.row import Row
-from buoy.trace.writer import Sink, Tensors, Writer
+from buoy.trace.writer import Tensors, Writer
 
 __all__ = ["EVERY", "Recorder", "TraceWarning"]
 
@@ -39,10 +41,10 @@ class Recorder:
             None records to the sinks alone.
         every: steps between two sets of histograms; 0 for none.
         sinks: what else takes the rows (see `buoy.trace.sinks`).
-        meta: what to note about the run; values must be plain.
+        meta: what to note about the run; what JSON cannot hold is noted as text.
         format: the number format that gradients are computed in.
         budget: bytes that histograms may take; older ones are thinned out.
-        queue: rows that may wait for a slow disk; more are counted in `lost`.
+        queue: rows that may wait for a slow disk or sink; more are counted as lost.
 
     Example:
         >>> import tempfile
@@ -74,7 +76,7 @@ class Recorder:
         self._writer = Writer(
             None if path is None else Path(path), sinks, most=queue, budget=budget
         )
-        self._close = weakref.finalize(self, Writer.close, self._writer)
+        self._close = weakref.finalize(self, _finish, self._writer)
         about = {"format": number_format(format).name, "started": clock.time()}
         self.describe(**about, **_versions(), **dict(meta or {}))
 
@@ -112,15 +114,17 @@ class Recorder:
         """Record one step: plain numbers, of unscaled gradients but for the scale."""
         number = self._next if step is None else step
         self._next = number + 1
-        if verdict is None:
-            verdict = Verdict.APPLIED if applied else Verdict.SCALE_TOO_HIGH
+        if applied:
+            verdict = Verdict.APPLIED
+        elif verdict is None or verdict == Verdict.APPLIED:
+            verdict = Verdict.SCALE_TOO_HIGH
         self._writer.put(
             Row(
                 number,
                 clock.time() if time is None else time,
                 scale,
                 applied,
-                Verdict(verdict),
+                _verdict(verdict),
                 norm,
                 amax,
                 loss,
@@ -163,8 +167,7 @@ class Recorder:
             if self._close.alive:
                 self._drain()
         finally:
-            self._close()
-        self._tell()
+            self._close()  # and tells what was lost
 
     def __enter__(self) -> Self:
         return self
@@ -177,9 +180,28 @@ class Recorder:
             drain()
 
     def _tell(self) -> None:
-        while self._writer.news:
-            message = f"Buoy's trace: {self._writer.news.popleft()}."
-            warnings.warn(message, TraceWarning, stacklevel=3)
+        _tell(self._writer)
+
+
+def _verdict(verdict: Verdict | str) -> Verdict:
+    try:
+        return Verdict(verdict)
+    except ValueError as error:
+        known = ", ".join(sorted(Verdict))
+        message = f"`verdict` must be one of {known}, got {verdict!r}."
+        raise OptionError(message) from error
+
+
+def _finish(writer: Writer) -> None:
+    """Close; a script that just ends hears what was lost, too."""
+    writer.close()
+    _tell(writer)
+
+
+def _tell(writer: Writer) -> None:
+    while writer.news:
+        message = f"Buoy's trace: {writer.news.popleft()}."
+        warnings.warn(message, TraceWarning, stacklevel=4)
 
 
 def _versions() -> dict[str, str]:

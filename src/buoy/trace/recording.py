@@ -21,11 +21,10 @@ from buoy._core.replay.trace import FP16_MAX_LOG2
 from buoy._core.state import Verdict
 from buoy.trace.counts import Counts, Kind, unpack
 from buoy.trace.row import Row
-from buoy.trace.schema import APPLICATION, TABLES, VERSION
+from buoy.trace.schema import APPLICATION, MAGIC, TABLES, VERSION
 
-__all__ = ["MAGIC", "Recording", "Shot", "load"]
+__all__ = ["Recording", "Shot", "load"]
 
-MAGIC = b"SQLite format 3\0"
 _MOST_ROWS = 20_000_000
 _MOST_BLOB = 2**24
 _VERDICTS = {verdict.value: verdict for verdict in Verdict}

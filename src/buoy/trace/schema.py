@@ -4,8 +4,9 @@ A file is only read if its schema is this, word for word: views, triggers and co
 that compute something cannot hide in a file from elsewhere.
 """
 
-__all__ = ["APPLICATION", "TABLES", "VERSION"]
+__all__ = ["APPLICATION", "MAGIC", "TABLES", "VERSION"]
 
+MAGIC = b"SQLite format 3\0"  # how every such file begins
 APPLICATION = 0x42554F59  # "BUOY", in the file's header
 VERSION = 1
 

@@ -2,7 +2,7 @@
 
     Recorder("run.buoy", sinks=[TensorBoard("logs"), JsonLines("run.jsonl")])
 
-Each package is imported when its first row comes, by the thread that writes; a sink
+Each package is imported when its first row comes, in a thread of its own; a sink
 that fails is off from then on, with one warning.  All values are of *unscaled*
 gradients, so a dashboard shows the same curves whatever the scale does.
 """

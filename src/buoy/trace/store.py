@@ -7,17 +7,20 @@ moments behind, and others read while it goes on.
 import contextlib
 import json
 import math
+import os
 import sqlite3
 from collections.abc import Iterable, Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import TraceError
+from buoy.trace.claim import free_name, locked
 from buoy.trace.counts import Counts, Kind, pack
 from buoy.trace.row import Row
 from buoy.trace.schema import APPLICATION, TABLES, VERSION
 
-__all__ = ["Store", "free_name"]
+__all__ = ["Store"]
 
 _MOST_OFFENDERS = 16  # of one step; an overflow that hits all hits these too
 _INSERT = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -30,18 +33,22 @@ class Store:
     """
 
     def __init__(self, path: Path, budget: int) -> None:
-        self.path = free_name(path)
         self._budget = budget
         self._tensors: dict[tuple[str, Kind], int] = {}
-        # Several threads may touch it, one after the other: writer, then `close`.
-        self._file = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
-        self._file.isolation_level = None
-        try:
-            self._begin()
-        except BaseException:
-            self._file.close()
-            self.path.unlink(missing_ok=True)  # nothing is in it yet
-            raise
+        with locked(path.parent):
+            self.path = free_name(path)
+            # Several threads may touch it, one after the other: writer, then `close`.
+            self._file = sqlite3.connect(
+                self.path, timeout=5.0, check_same_thread=False
+            )
+            self._file.isolation_level = None
+            try:
+                self._begin()
+            except BaseException:
+                self._file.close()
+                self.path.unlink(missing_ok=True)  # nothing is in it yet
+                raise
+        self._same = self.path.stat()
 
     def _begin(self) -> None:
         """Make the tables at once: whoever reads sees none of it or all."""
@@ -52,6 +59,8 @@ class Store:
                 self._file.execute(statement)
         self._file.execute("PRAGMA journal_mode = WAL")
         self._file.execute("PRAGMA synchronous = NORMAL")
+        # From the first read on the file is held open: no other run takes it away.
+        self._file.execute("SELECT count(*) FROM meta").fetchone()
 
     @contextlib.contextmanager
     def _transaction(self) -> Any:
@@ -72,6 +81,7 @@ class Store:
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a batch, whole or not at all."""
+        self._check_there()
         rows = list(rows)
         snapshots = list(snapshots)
         with self._transaction():
@@ -82,10 +92,19 @@ class Store:
             self._accuse(offenders)
             self._file.executemany(
                 "INSERT OR REPLACE INTO meta VALUES (?, ?)",
-                [(key, json.dumps(value)) for key, value in (meta or {}).items()],
+                [(str(key), _json(value)) for key, value in (meta or {}).items()],
             )
             if snapshots:
                 self._thin()
+
+    def _check_there(self) -> None:
+        """Raise if the file was deleted or replaced: SQLite would not notice."""
+        try:
+            there = os.path.samestat(self._same, self.path.stat())
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise TraceError("the file was deleted, moved or replaced")
 
     def _snapshot(self, step: int, scale: float, tensors: Mapping[str, Counts]) -> None:
         numbers = {
@@ -142,9 +161,9 @@ class Store:
 
 def _values(row: Row) -> tuple[Any, ...]:
     return (
-        row.step,
-        row.time,
-        row.scale,
+        index(row.step),
+        float(row.time),
+        float(row.scale),
         int(row.applied),
         None if row.applied else row.verdict.value,
         _number(row.norm),
@@ -156,43 +175,14 @@ def _values(row: Row) -> tuple[Any, ...]:
 
 def _number(value: float | None) -> float | str | None:
     """SQLite turns NaN into NULL, which says that nothing was measured."""
-    return "nan" if value is not None and math.isnan(value) else value
+    if value is None:
+        return None
+    return "nan" if math.isnan(value) else float(value)
 
 
-def free_name(path: Path) -> Path:
-    """Move an earlier run's file aside; leave a foreign one alone.
-
-    `run.buoy` becomes `run-1.buoy`; if it is still being written to, the new run takes
-    that name instead.
-    """
-    if not path.exists():
-        for ending in ("-wal", "-shm"):
-            path.with_name(path.name + ending).unlink(missing_ok=True)
-        return path
-    with path.open("rb") as file:
-        head = file.read(72)
-    mine = head[68:72] == APPLICATION.to_bytes(4, "big")
-    if head and not (head.startswith(b"SQLite format 3\0") and mine):
-        message = f"{str(path)!r} exists and is no trace of Buoy's; it was left alone"
-        raise TraceError(message)
-    number = 1
-    while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    if head and not _at_rest(path):
-        return other
-    path.rename(other)
-    return path
-
-
-def _at_rest(path: Path) -> bool:
-    """Return whether no process has the file open; then there is no WAL beside it."""
-    file = sqlite3.connect(path, timeout=0.0)
+def _json(value: Any) -> str:
+    """Write what is noted about a run; what JSON cannot hold becomes text."""
     try:
-        mode = file.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
-    except sqlite3.OperationalError:
-        return False
-    except sqlite3.DatabaseError:
-        return True  # damaged: whoever wrote it is gone
-    finally:
-        file.close()
-    return bool(mode == "delete")
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):  # odd keys, a circle, a `__str__`
+        return json.dumps(f"{value!r:.300}")

@@ -14,32 +14,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from buoy._core.errors import BuoyError
 from buoy.trace.counts import Counts
+from buoy.trace.outlet import PATIENCE, Outlet, Sink
 from buoy.trace.row import Row
 from buoy.trace.store import Store
 
-__all__ = ["Batch", "Sink", "Snapshot", "Writer"]
+__all__ = ["Batch", "Snapshot", "Tensors", "Writer"]
 
 _PAUSE = 0.2  # seconds between two commits: what a `kill -9` may cost
-_PATIENCE = 10.0  # seconds that closing waits for a slow disk
-_PATIENCE_WITH_SINKS = 60.0  # and for a dashboard
 _MOST_SNAPSHOTS = 64
 
 Tensors = Mapping[str, Counts] | Callable[[], Mapping[str, Counts]]
 Snapshot = tuple[int, float, Tensors]
-
-
-class Sink(Protocol):
-    """Whatever takes rows as they come; it may be slow, and it may fail."""
-
-    def write(self, rows: Sequence[Row]) -> None:
-        """Take the next rows."""
-
-    def close(self) -> None:
-        """Finish."""
 
 
 @dataclass(slots=True)
@@ -71,7 +60,7 @@ class Writer:
         self.offenders: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=most)
         self.meta: deque[dict[str, Any]] = deque(maxlen=most)
         self._most, self._budget = most, budget
-        self._sinks = list(sinks)
+        self._outlets = [Outlet(sink, most=most, news=self.news) for sink in sinks]
         self._store: Store | None = None
         self._broken = path is None
         self._wake, self._done = threading.Event(), False
@@ -97,18 +86,17 @@ class Writer:
         if len(self.snapshots) < _MOST_SNAPSHOTS:
             self.snapshots.append(snapshot)
 
-    @property
-    def _patience(self) -> float:
-        return _PATIENCE_WITH_SINKS if self._sinks else _PATIENCE
-
-    def flush(self) -> bool:
-        """Wait until what was put so far is written; say whether it is."""
-        if self._process != os.getpid() or not self._thread.is_alive():
-            return False
+    def flush(self) -> None:
+        """Wait until what was put so far is written, unless the disk hangs."""
+        if self._process != os.getpid():
+            return
         done = threading.Event()
         self._flushed.append(done)
         self._wake.set()
-        return done.wait(self._patience)
+        if self._thread.is_alive():
+            done.wait(PATIENCE)
+        for outlet in self._outlets:
+            outlet.flush()
 
     def close(self) -> None:
         """Write what is waiting, and end; a second time does nothing."""
@@ -118,15 +106,24 @@ class Writer:
         self._wake.set()
         if self._thread is threading.current_thread():
             return  # a recorder that was collected here: the thread goes on to its end
-        self._thread.join(self._patience)
+        self._thread.join(PATIENCE)
         if self._thread.is_alive():
-            self.news.append(
-                "the disk or a sink is too slow: not everything is written"
-            )
+            self.news.append("the disk is too slow: not everything is written")
+        for outlet in self._outlets:
+            outlet.finish()
+        for outlet in self._outlets:
+            outlet.join()
 
     # -- in the thread --------------------------------------------------------------
 
     def _work(self) -> None:
+        try:
+            self._write_on()
+        finally:
+            for outlet in self._outlets:
+                outlet.finish()
+
+    def _write_on(self) -> None:
         held = Batch()
         counted = 0
         while True:
@@ -143,7 +140,10 @@ class Writer:
                 break
             self._wake.wait(_PAUSE)
             self._wake.clear()
-        self._end()
+        if self._store is not None and not self._broken:
+            self._stored(Batch(meta={"ended": time.time()}))
+            with contextlib.suppress(sqlite3.Error, OSError):
+                self._store.close()
 
     def _take(self, held: Batch) -> None:
         """Add what has come to what could not be written yet, within bounds."""
@@ -152,8 +152,11 @@ class Writer:
         while self.snapshots:
             step, scale, tensors = self.snapshots.popleft()
             if len(held.snapshots) < _MOST_SNAPSHOTS:
-                made = tensors() if callable(tensors) else tensors
-                held.snapshots.append((step, scale, made))
+                try:
+                    made = tensors() if callable(tensors) else tensors
+                    held.snapshots.append((step, scale, made))
+                except BaseException as error:  # noqa: BLE001 - a front end's function
+                    self.news.append(f"no histograms of step {step}: {_named(error)}")
         while self.offenders:
             held.offenders.append(self.offenders.popleft())
         while self.meta:
@@ -163,11 +166,9 @@ class Writer:
         """Write to the file and the sinks; say no if it must be tried again."""
         if not self._broken and not self._stored(held):
             return False
-        for sink in tuple(self._sinks) if held.rows else ():
-            try:
-                sink.write(held.rows)
-            except Exception as error:  # noqa: BLE001 - a sink may fail in any way
-                self._drop(sink, error)
+        if held.rows:
+            for outlet in self._outlets:
+                outlet.put(held.rows)
         return True
 
     def _stored(self, held: Batch) -> bool:
@@ -177,36 +178,25 @@ class Writer:
                 self.path = self._store.path
             if self._store is not None:
                 self._store.write(held.rows, held.snapshots, held.offenders, held.meta)
-        except (sqlite3.Error, OSError, BuoyError, ValueError) as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                return self._done  # another process has the file open: later
+        except BaseException as error:  # noqa: BLE001 - whatever it is costs the trace alone
+            busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+            if busy and not self._done:
+                return False  # another process has the file open: later
             self._give_up(error)
         return True
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         self._broken = True
         self.news.append(
-            f"recording to {str(self.path)!r} has stopped: {error}. Training goes on "
-            "without it; what was written so far can be read"
+            f"recording to {str(self.path)!r} has stopped: {_named(error)}. Training "
+            "goes on without it; what was written so far can be read"
         )
         if self._store is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._store.close()
 
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        self._sinks.remove(sink)
-        self.news.append(
-            f"the sink {type(sink).__name__} has failed and is off from here on: "
-            f"{type(error).__name__}: {error}"
-        )
 
-    def _end(self) -> None:
-        for sink in tuple(self._sinks):
-            try:
-                sink.close()
-            except Exception as error:  # noqa: BLE001
-                self._drop(sink, error)
-        if self._store is not None and not self._broken:
-            with contextlib.suppress(sqlite3.Error, OSError):
-                self._store.write((), meta={"ended": time.time()})
-                self._store.close()
+def _named(error: BaseException) -> str:
+    """Say what went wrong; the type too where the text alone says little."""
+    plain = isinstance(error, (sqlite3.Error, OSError, BuoyError))
+    return str(error) if plain else f"{type(error).__name__}: {error}"
