@@ -9,7 +9,8 @@ from torch import nn
 from transformer import Transformer, batch, loss_of, spoil
 
 from buoy.diagnose import first_nonfinite
-from buoy.torch import GradScaler
+from buoy.torch import GradScaler, keep_fp32
+from buoy.torch.errors import OptionError
 
 NAMES = [
     name
@@ -377,3 +378,183 @@ def test_modules_of_the_field_can_be_watched():
     found = first_nonfinite(model, lambda: model(torch.randn(2, 3, 16)).sum())
 
     assert ("linear2", "backward") == (found.module, found.direction)
+
+
+# -- advice is tried before it is given -----------------------------------------------
+
+
+class Apply(nn.Module):
+    """A module that computes one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def fp16_step(model, x):
+    """Make a step under autocast."""
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            return model(x).float().mean() * 1e-3
+
+    return step
+
+
+def lone(function):
+    """Make a network that multiplies by 4 and applies a function."""
+    model = nn.Sequential(nn.Linear(1, 1), Apply(function))
+    nn.init.constant_(model[0].weight, 4.0)
+    nn.init.zeros_(model[0].bias)
+    return model
+
+
+def test_fp32_is_advised_where_it_helps():
+    """With this module in FP32 the step is finite, and so it is when one does that."""
+    model = lone(lambda x: x**8)
+    step = fp16_step(model, torch.ones(2, 1))
+    found = first_nonfinite(model, step)
+
+    assert ("1", "module", 4.0**8) == (found.module, found.cured_by, found.needed)
+    assert 'keep_fp32(model, "1")' in one_line(found)
+    with keep_fp32(model, found.module):
+        assert first_nonfinite(model, step) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: (x * 0).log(), lambda x: 1 / (x - x), lambda x: (x.float() * 99).exp()],
+    ids=["log", "division", "exp"],
+)
+def test_fp32_is_not_advised_where_it_does_not_help(function):
+    """It was tried; the words say that, and what to look for."""
+    model = lone(function)
+    found = first_nonfinite(model, fp16_step(model, torch.ones(2, 1)))
+
+    assert ("1", "forward", "nothing") == (
+        found.module, found.direction, found.cured_by,
+    )  # fmt: skip
+    assert "FP32 does not help either" in one_line(found)
+    assert "keep_fp32" not in str(found)
+    assert "logarithm or a division of 0" in one_line(found)
+
+
+def test_a_module_whose_input_is_lost_already_is_not_cured_alone():
+    """log of what FP16 rounded to 0: only with the layer before it in FP32."""
+    model = lone(lambda x: x.abs().log())
+    nn.init.constant_(model[0].weight, 1e-6)
+    found = first_nonfinite(model, fp16_step(model, torch.full((2, 1), 1e-3)))
+
+    assert ("1", "model") == (found.module, found.cured_by)
+    assert "With this module alone in FP32 the forward pass is still not" in one_line(
+        found
+    )
+
+
+def test_a_module_that_casts_to_fp16_itself_cannot_be_tried():
+    """Then neither is claimed."""
+    model = lone(lambda x: x.half() ** 8)
+    found = first_nonfinite(model, fp16_step(model, torch.ones(2, 1)))
+
+    assert ("1", "") == (found.module, found.cured_by)
+    assert "It was not tried in FP32. If it is finite there, keep" in one_line(found)
+
+
+@pytest.mark.parametrize("cure", ["model", "nothing"])
+def test_a_loss_in_fp32_is_advised_where_it_helps(cure):
+    """After the model the same holds."""
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 4.0)
+    nn.init.zeros_(model.bias)
+    loss_of_output = {"model": lambda y: y**8, "nothing": lambda y: (y * 0).log()}[cure]
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            return loss_of_output(model(torch.ones(1, 1))).sum()
+
+    found = first_nonfinite(model, step)
+
+    assert ("loss", "forward", cure) == (found.part, found.direction, found.cured_by)
+    assert ("output.float()" in str(found)) == (cure == "model")
+
+
+@pytest.mark.parametrize(
+    ("function", "scale", "cure", "words"),
+    [
+        (lambda x: x.float() * 1e6, 2.0**127, "scale", "at scale 1 it fits"),
+        (lambda x: (x - x).sqrt(), 2.0**4, "nothing", "at scale 1 it is not finite"),
+    ],
+    ids=["lower", "none"],
+)
+def test_a_lower_scale_is_advised_where_it_helps(function, scale, cure, words):
+    """Where FP32 is not finite either, scale 1 is tried."""
+    model = lone(function)
+    found = first_nonfinite(model, fp16_step(model, torch.ones(2, 1)), scale=scale)
+
+    assert ("backward", cure) == (found.direction, found.cured_by)
+    assert words in one_line(found)
+
+
+def test_trying_leaves_an_fp16_model_as_it_was():
+    """The same parameters in the same memory, and the same classes."""
+    model = lone(lambda x: x**8).half()
+    before = [(p.data_ptr(), p.dtype, p.clone()) for p in model.parameters()]
+    kinds = [type(module) for module in model.modules()]
+    found = first_nonfinite(
+        model, lambda: model(torch.ones(2, 1, dtype=torch.float16)).float().sum()
+    )
+    after = [(p.data_ptr(), p.dtype, p) for p in model.parameters()]
+
+    assert "1" == found.module
+    assert [entry[:2] for entry in before] == [entry[:2] for entry in after]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(before, after, strict=True))
+    assert kinds == [type(module) for module in model.modules()]
+
+
+# -- nothing looked at is not the same as all finite ----------------------------------
+
+
+@pytest.mark.parametrize("value", [1.0, torch.nan])
+def test_a_function_that_runs_no_module_is_refused(value):
+    """None would say that all is finite."""
+    other = nn.Linear(1, 1)
+    with pytest.raises(OptionError, match="ran no module of the Sequential") as caught:
+        first_nonfinite(
+            nn.Sequential(nn.Linear(1, 1)),
+            lambda: value * other(torch.ones(1, 1))[0, 0],
+        )
+
+    assert ("Its loss was not finite." in str(caught.value)) == (value != 1.0)
+
+
+@pytest.mark.parametrize("returned", ["dict", "nothing", "output", "number"])
+def test_a_function_without_a_backward_pass_is_refused(returned):
+    """Only half of the step was looked at; a forward culprit is still named."""
+    model = nn.Linear(2, 2)
+
+    def step(factor=1.0):
+        y = model(torch.ones(1, 2)) * factor
+        made = {"dict": {"loss": y.sum()}, "nothing": None, "output": y}
+        return made.get(returned, y.sum().item())
+
+    with pytest.raises(OptionError, match="ran no backward pass"):
+        first_nonfinite(model, step)
+    model.weight.data.fill_(torch.inf)
+    assert "forward" == first_nonfinite(model, step).direction
+
+
+def test_parameters_used_without_their_module_are_looked_at():
+    """Their gradients are what there is to see, whoever has written them."""
+    model = nn.Linear(1, 1)
+    used = first_nonfinite(model, lambda: (model.weight * 0).sqrt().sum())
+
+    def by_hand():
+        model(torch.ones(1, 1))
+        model.bias.grad = torch.full((1,), torch.nan)
+
+    assert ("backward", "weight", "") == (used.direction, used.parameter, used.module)
+    assert "bias" == first_nonfinite(model, by_hand).parameter
+    assert first_nonfinite(model, lambda: 2 * model.weight[0, 0]) is None

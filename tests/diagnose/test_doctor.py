@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optim
 
-from buoy.diagnose import examine
+from buoy.diagnose import Doctor, examine
 from buoy.torch import GradScaler
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -92,6 +92,37 @@ def test_a_script_that_fails_is_still_examined(tmp_path):
     assert isinstance(seen.error, ValueError)
 
 
+@pytest.mark.parametrize("scale", [2.0**10, 3.0])
+def test_clipping_scaled_gradients_names_the_scale(scale):
+    """The one that they were multiplied by, not an example."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with Doctor() as doctor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(8, 4)).float().square().mean()
+            scaler.scale(loss).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert ["clipped_scaled"] == [finding.code for finding in doctor.findings]
+    assert f"{scale:g} times" in doctor.findings[0].why
+
+
+def test_the_doctor_injects_no_skip_unless_asked_to():
+    """The same script: watched it takes all its steps, forced it loses one."""
+    script = str(SCRIPTS / "good_scheduler.py")
+    watched, forced = examine(script), examine(script, force_skip=True)
+    skipped = [seen.facts.scalers[0].skipped for seen in (watched, forced)]
+
+    assert [0, 1] == skipped
+    assert [] == watched.findings
+    assert ["scheduler_on_skips"] == [finding.code for finding in forced.findings]
+
+
 def traces_of_watching():
     """List all that the doctor wraps, as it is now."""
     return [
@@ -128,7 +159,7 @@ def test_the_forced_overflow_never_reaches_the_weights():
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     scaler = GradScaler("cpu", init_scale=2.0**8)
     skipped = []
-    with scaler.doctor() as doctor:
+    with Doctor(force_skip=True) as doctor:
         for _ in range(15):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):

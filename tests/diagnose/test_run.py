@@ -223,9 +223,9 @@ def test_options_are_frozen():
         for name in ("doctor", "run")
     }
 
-    assert ["--json", "--module", "--steps", "-m", "args", "target"] == options[
-        "doctor"
-    ]
+    assert [
+        "--force-skip", "--json", "--module", "--steps", "-m", "args", "target",
+    ] == options["doctor"]  # fmt: skip
     assert [
         "--json", "--module", "--no-trace", "--policy", "--report", "--report-file",
         "--trace", "-m", "-p", "args", "target",

@@ -178,3 +178,18 @@ def test_what_cannot_be_measured_is_said():
         scaler.measure_underflow(
             lambda: head(body(torch.ones(1, 2)).half()).sum(), model=model
         )
+
+
+@pytest.mark.parametrize("returned", ["another model", "no loss"])
+def test_a_step_without_gradients_is_refused(returned):
+    """A share of 0 would say that nothing is lost."""
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    scaler = GradScaler("cpu")
+
+    def step():
+        if returned == "no loss":
+            return {"loss": model(torch.ones(1, 2)).sum()}
+        return other(torch.ones(1, 2)).sum()
+
+    with pytest.raises(OptionError, match="left no gradient in any parameter"):
+        scaler.measure_underflow(step, model=model)

@@ -26,10 +26,22 @@ __all__ = ["doctor"]
     type=click.IntRange(min=1),
     help="Steps to watch; the script is ended after them.",
 )
+@click.option(
+    "--force-skip",
+    is_flag=True,
+    help="Make the tenth step overflow if none was skipped, to see whether schedulers "
+    "wait. Changes the run: that batch is lost.",
+)
 @PROGRAM
 @JSON
 def doctor(
-    target: str, args: tuple[str, ...], *, steps: int, module: bool, as_json: bool
+    target: str,
+    args: tuple[str, ...],
+    *,
+    steps: int,
+    force_skip: bool,
+    module: bool,
+    as_json: bool,
 ) -> int:
     """Run SCRIPT for some steps, unedited, and say what is wrong with it.
 
@@ -43,7 +55,7 @@ def doctor(
     with ExitStack() as stack:
         if as_json:  # what the script prints is not part of the answer
             stack.enter_context(redirect_stdout(sys.stderr))
-        seen = examine(target, args, module=module, steps=steps)
+        seen = examine(target, args, module=module, steps=steps, force_skip=force_skip)
     code = exit_code(seen.error)
     hint_at_options(args, code)
     if as_json:

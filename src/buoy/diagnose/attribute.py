@@ -1,16 +1,27 @@
 """Which module went non-finite first, in which direction, and by how much.
 
-The batch is run once more under hooks; nothing that training depends on is changed,
-and nothing is raised.  If something is found, the passes run another time in FP32 to
-measure how large it would have been.
+The batch is run once more under hooks, and nothing that training depends on is
+changed.  If something is found, the passes run again in FP32, to measure how large it
+would have been, and with what would be advised, to see whether it helps.
 """
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from buoy._core.errors import OptionError
 from buoy.diagnose.culprit import Culprit, Part
-from buoy.diagnose.hooks import Followed, Spot, size_of
-from buoy.diagnose.rehearse import RngState, StepFn, kept_aside, rehearse
-from buoy.diagnose.shadow import in_full_precision
+from buoy.diagnose.hooks import Followed, Spot, parameter_spot, size_of
+from buoy.diagnose.rehearse import (
+    Rehearsed,
+    RngState,
+    StepFn,
+    kept_aside,
+    rehearse,
+)
+from buoy.diagnose.shadow import in_full_precision, with_one_in_fp32
 
 __all__ = ["first_nonfinite"]
 
@@ -32,8 +43,12 @@ def first_nonfinite(
         scale: what to multiply the loss by instead of the scaler's present scale.
         rng: the random numbers to start from (see `buoy.diagnose.rng_state`), for
             dropout as it was.
-        measure: whether to run it a second time, in FP32, to measure by how much; not
-            among several ranks, where all have to call this and some find nothing.
+        measure: whether to run it again, in FP32, to measure by how much, and with
+            what would be advised, to see whether it helps; not among several ranks,
+            where all have to call this and some find nothing.
+
+    Raises `OptionError` if `step_fn` runs no module of the model, or no backward pass:
+    nothing was looked at, and None would not be true.
 
     Example:
         >>> class Cube(torch.nn.Module):
@@ -49,14 +64,36 @@ def first_nonfinite(
         with seen.hooked():
             run = rehearse(step_fn, scale=scale)
         spot, part = _first(seen, run.losses, model)
+        _check_looked(seen, run, model, found=part is not None)
     if part is None:
         return None
-    if spot is None:
-        return Culprit(module="", direction="forward", part=part, scale=run.scale)
-    needed = None
-    if measure and not _among_ranks():
-        needed = _measured(model, step_fn, spot, scale=scale, rng=rng)
-    return _culprit(seen, spot, part, needed=needed, scale=run.scale)
+    found = _culprit(seen, spot, part, scale=run.scale)
+    if not measure or _among_ranks():
+        return found
+    return _Trial(model, step_fn, spot, scale, rng).of(found)
+
+
+def _check_looked(
+    seen: Followed, run: Rehearsed, model: torch.nn.Module, *, found: bool
+) -> None:
+    """Raise if nothing was looked at: that is not the same as all being finite."""
+    if any(param.grad is not None for param in model.parameters()):
+        return
+    name = type(model).__name__
+    if not seen.ran:
+        bad = "" if size_of(run.losses).finite else " Its loss was not finite."
+        message = (
+            f"`step_fn` ran no module of the {name} that was passed as `model`, so "
+            f"none of them could be looked at.{bad} Pass the model that `step_fn` runs."
+        )
+        raise OptionError(message)
+    if not found and not run.backward:
+        message = (
+            f"`step_fn` ran the {name} forward, and that was finite, but it ran no "
+            "backward pass and returned no loss. Let it call `backward`, or return "
+            "the loss: a tensor of one element that requires a gradient."
+        )
+        raise OptionError(message)
 
 
 def _among_ranks() -> bool:
@@ -76,10 +113,12 @@ def _first(
         return seen.forward[0], _part(seen.forward[0])
     if bad_loss:
         return None, "loss"
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if size_of(grads).finite or not seen.backward:
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    bad = next((name for name in grads if not size_of([grads[name]]).finite), None)
+    if bad is None:
         return None, None
-    return seen.backward[0], _part(seen.backward[0])
+    spot = seen.backward[0] if seen.backward else parameter_spot(bad)
+    return spot, _part(spot)
 
 
 def _part(spot: Spot) -> Part:
@@ -93,30 +132,91 @@ def _part(spot: Spot) -> Part:
     return "between" if spot.span.first else "module"
 
 
-def _measured(
-    model: torch.nn.Module,
-    step_fn: StepFn,
-    spot: Spot,
-    *,
-    scale: float | None,
-    rng: RngState | None,
-) -> float | None:
-    """Run the passes in FP32; tell how large it is there at the same place."""
-    try:
-        with kept_aside(model, rng), in_full_precision(model):
-            seen = Followed(model)
-            with seen.hooked():
-                rehearse(step_fn, scale=scale)
-    except (RuntimeError, TypeError, ValueError):
-        return None  # written for FP16 alone, e.g. with a `.half()` in the middle
-    size = seen.size(spot)
-    return size.amax if size is not None and size.finite and size.amax else None
+class _Trial:
+    """Runs the passes again, with what would be advised."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        step_fn: StepFn,
+        spot: Spot | None,
+        scale: float | None,
+        rng: RngState | None,
+    ) -> None:
+        self._model, self._step_fn, self._spot = model, step_fn, spot
+        self._scale, self._rng = scale, rng
+
+    def of(self, culprit: Culprit) -> Culprit:
+        """Add how large it is in FP32, and what makes the step finite."""
+        whole = self._run(in_full_precision(self._model), self._scale)
+        culprit = replace(culprit, needed=self._needed(whole))
+        if culprit.part == "input" or culprit.poisoned:
+            return culprit
+        if culprit.direction == "backward":
+            return self._at_scale_one(culprit, whole)
+        if culprit.part != "loss":
+            kept = with_one_in_fp32(self._model, culprit.module)
+            if self._passes(self._run(kept, self._scale)):
+                return replace(culprit, cured_by="module")
+        passes = self._passes(whole)
+        if passes is None:
+            return culprit
+        return replace(culprit, cured_by="model" if passes else "nothing")
+
+    def _at_scale_one(self, culprit: Culprit, whole: "_Passes | None") -> Culprit:
+        if culprit.headroom is not None and culprit.headroom < 0.0:
+            return replace(culprit, cured_by="scale")
+        passes = self._run(nullcontext(), 1.0)
+        if passes is None:
+            return culprit
+        if passes.part is None:
+            return replace(culprit, cured_by="scale")
+        in_fp32 = whole is not None and whole.part is None
+        return replace(culprit, cured_by="model" if in_fp32 else "nothing")
+
+    def _run(
+        self, changed: AbstractContextManager[None], scale: float | None
+    ) -> "_Passes | None":
+        """Run the passes; None if they were written for FP16 alone."""
+        try:
+            with kept_aside(self._model, self._rng), changed:
+                seen = Followed(self._model)
+                with seen.hooked():
+                    run = rehearse(self._step_fn, scale=scale)
+                _, part = _first(seen, run.losses, self._model)
+        except (RuntimeError, TypeError, ValueError):
+            return None  # e.g. with a `.half()` in the middle
+        return _Passes(seen, run, part)
+
+    def _needed(self, whole: "_Passes | None") -> float | None:
+        if whole is None or self._spot is None:
+            return None
+        size = whole.seen.size(self._spot)
+        return size.amax if size is not None and size.finite and size.amax else None
+
+    def _passes(self, passes: "_Passes | None") -> bool | None:
+        """Say whether the forward pass was finite; None if it was not in FP32."""
+        if passes is None:
+            return None
+        seen, losses = passes.seen, passes.run.losses
+        if size_of(losses).finite and (losses or not seen.forward):
+            return True
+        casts = self._spot is not None and seen.dtype(self._spot) == "float16"
+        return None if casts else False
+
+
+class _Passes(NamedTuple):
+    seen: Followed
+    run: Rehearsed
+    part: Part | None  # what was not finite
 
 
 def _culprit(
-    seen: Followed, spot: Spot, part: Part, *, needed: float | None, scale: float | None
+    seen: Followed, spot: Spot | None, part: Part, *, scale: float | None
 ) -> Culprit:
     """Put together what is known of it."""
+    if spot is None:
+        return Culprit(module="", direction="forward", part=part, scale=scale)
     forward = spot.where in ("input", "output")
     outside = spot.where in ("input", "grad_output")  # the fault of who called it
     span = spot.span.parent if outside else spot.span
@@ -135,7 +235,6 @@ def _culprit(
         dtype=seen.dtype(spot),
         input_amax=seen.amax_of(span, "input" if forward else "grad_output"),
         output_amax=None if went is None else went.amax,
-        needed=needed,
         scale=scale,
         poisoned=tuple(
             name

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FP16_MAX", "Culprit"]
+__all__ = ["FP16_MAX", "Culprit", "Cure", "Part"]
 
 FP16_MAX = 65504.0
 Part = Literal["input", "module", "between", "loss"]
+Cure = Literal["", "module", "model", "scale", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +21,18 @@ class Culprit:
     finite magnitudes; `needed` is how large the result is in FP32, where that could be
     measured.
 
+    `cured_by` is what was tried and made the step finite: "module" for this module in
+    FP32, "model" for all of the model in FP32, "scale" for a lower scale, "nothing" if
+    none of them did, "" if nothing was tried.
+
     Example:
         >>> print(Culprit(module="blocks.3.mlp", kind="Linear", direction="forward",
-        ...               input_amax=900.0, needed=131008.0))
+        ...               input_amax=900.0, needed=131008.0, cured_by="module"))
         Forward, `blocks.3.mlp` (Linear): its output is not finite, while its input was
         (at most 900). In FP32 it reaches 131008, 1.0 bits above FP16's largest number,
-        65504. No scale helps: the loss is scaled after it. Keep this module in FP32
-        (`torch.autocast(..., enabled=False)` around it), or make its inputs or weights
-        smaller.
+        65504. No scale helps: the loss is scaled after it. With this module in FP32 the
+        forward pass is finite: `buoy.torch.keep_fp32(model, "blocks.3.mlp")`. Or make
+        its inputs or weights smaller.
     """
 
     module: str  # dotted name; "" is the model itself
@@ -43,6 +48,7 @@ class Culprit:
     needed: float | None = None
     scale: float | None = None  # that the loss was multiplied by
     poisoned: tuple[str, ...] = ()  # parameters that are not finite themselves
+    cured_by: Cure = ""
 
     @property
     def headroom(self) -> float | None:

@@ -72,33 +72,67 @@ def _remedy(culprit: Culprit) -> str:
     if culprit.part == "input":
         return "Look at the data: NaN or inf in the inputs makes every step fail."
     if culprit.direction == "forward":
-        return _forward_remedy(culprit)
+        return f"No scale helps: the loss is scaled after it. {_forward(culprit)}"
+    if culprit.cured_by in ("model", "nothing"):
+        return (
+            f"No scale helps: at scale 1 it is not finite either. {_backward(culprit)}"
+        )
     fitting = culprit.fitting_scale
     if fitting is not None and culprit.scale is not None:
         return (
             f"The scale was {_power(culprit.scale)}; it would have fitted at "
             f"{_power(fitting)}."
         )
+    fits = "at scale 1 it fits" if culprit.cured_by == "scale" else "a lower may fit"
     if culprit.scale is not None:
-        return f"The scale was {_power(culprit.scale)}; a lower one may fit."
+        return f"The scale was {_power(culprit.scale)}; {fits}."
     return "If it fits at a lower scale, nothing is wrong but the scale."
 
 
-def _forward_remedy(culprit: Culprit) -> str:
-    if culprit.part == "loss":
-        return (
-            "No scale helps. Compute the loss in FP32 (`output.float()`), and look for "
-            "a logarithm or a division of 0."
-        )
-    if culprit.headroom is not None and culprit.headroom >= 0.0:
-        place = "the part of it that overflows"
-    else:
-        place = "this module"
+def _backward(culprit: Culprit) -> str:
+    if culprit.cured_by == "model":
+        return "With the whole model in FP32 it is: keep this module in FP32."
     return (
-        f"No scale helps: the loss is scaled after it. Keep {place} in FP32 "
-        "(`torch.autocast(..., enabled=False)` around it), or make its inputs or "
-        "weights smaller."
+        "Look for a square root, a norm, a logarithm or a division at 0: their "
+        "gradients are infinite there."
     )
+
+
+_AT_ZERO = (
+    "Look for a logarithm or a division of 0, or an exponential of a large number, and "
+    "limit its input, e.g. with `clamp`."
+)
+
+
+def _forward(culprit: Culprit) -> str:
+    """Advise what was tried and helped; say what was tried and did not."""
+    if culprit.cured_by == "nothing":
+        return f"FP32 does not help either: it is not finite there. {_AT_ZERO}"
+    if culprit.part == "loss":
+        tried = "In FP32 it is finite: compute" if culprit.cured_by else "Compute"
+        also = "" if culprit.cured_by else f" If that does not help: {_lower(_AT_ZERO)}"
+        return f"{tried} the loss in FP32 (`output.float()`).{also}"
+    keep = f'`buoy.torch.keep_fp32(model, "{culprit.module}")`'
+    if culprit.cured_by == "module":
+        return (
+            f"With this module in FP32 the forward pass is finite: {keep}. Or make its "
+            "inputs or weights smaller."
+        )
+    if culprit.cured_by == "model":
+        return (
+            "With this module alone in FP32 the forward pass is still not finite; with "
+            "the whole model in FP32 it is. Keep modules before and after it in FP32 "
+            "too (`buoy.torch.keep_fp32` takes several), or make its inputs or weights "
+            "smaller."
+        )
+    return (
+        f"It was not tried in FP32. If it is finite there, keep this module in FP32: "
+        f"{keep}. Otherwise {_lower(_AT_ZERO)}"
+    )
+
+
+def _lower(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
 
 
 def _power(scale: float) -> str:

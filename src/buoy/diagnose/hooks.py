@@ -16,7 +16,15 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Followed", "Size", "Span", "Spot", "base_of", "size_of"]
+__all__ = [
+    "Followed",
+    "Size",
+    "Span",
+    "Spot",
+    "base_of",
+    "parameter_spot",
+    "size_of",
+]
 
 Where = Literal["input", "output", "grad_input", "grad_output", "grad_parameter"]
 
@@ -102,6 +110,11 @@ class Followed:
         found = None if span is None else self.sizes.get(_key(span, where))
         return None if found is None else found.amax
 
+    @property
+    def ran(self) -> bool:
+        """Whether any module of the model was called."""
+        return bool(self._calls)
+
     # -- forward ----------------------------------------------------------------------
 
     def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
@@ -184,8 +197,13 @@ class Followed:
             self.backward.append(spot)
 
     def _arrived(self, name: str, grad: torch.Tensor) -> None:
-        owner, _, short = name.rpartition(".")
-        self._passed(Spot("grad_parameter", Span(owner, 0, None, ""), short), grad)
+        self._passed(parameter_spot(name), grad)
+
+
+def parameter_spot(name: str) -> Spot:
+    """Make the spot of a parameter's gradient."""
+    owner, _, short = name.rpartition(".")
+    return Spot("grad_parameter", Span(owner, 0, None, ""), short)
 
 
 def _watchable(tensor: torch.Tensor) -> bool:

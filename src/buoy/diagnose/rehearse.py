@@ -41,7 +41,8 @@ def rehearse(step_fn: StepFn, *, scale: float | None = None) -> "Rehearsed":
     """Run the passes of a step; return the losses, unscaled, and the scale.
 
     Losses are multiplied by `scale`, or by their scaler's own.  A loss that `step_fn`
-    returns without having run backward through it, is.
+    returns without having run backward through it, is; if it is no number that has a
+    graph, no backward pass is run.
     """
     seen = Rehearsed(scale)
     with _scalers_at_rest(seen, scale), _eager():
@@ -51,10 +52,16 @@ def rehearse(step_fn: StepFn, *, scale: float | None = None) -> "Rehearsed":
             returned = None
         if isinstance(returned, torch.Tensor) and not seen.losses:
             seen.losses.append(returned.detach())
-        if isinstance(returned, torch.Tensor) and not seen.backward:
+        if _is_loss(returned) and not seen.backward:
             factor = torch.full((), scale or 1.0, device=returned.device)
-            (returned * factor).backward()  # type: ignore[no-untyped-call]
+            (returned * factor).backward()
     return seen
+
+
+def _is_loss(returned: Any) -> bool:
+    if not isinstance(returned, torch.Tensor):
+        return False
+    return returned.numel() == 1 and returned.requires_grad
 
 
 class Rehearsed:

@@ -1,4 +1,4 @@
-"""Run a step in FP32 although it says FP16: the truth that FP16 is compared with."""
+"""Run a step, or one module of it, in FP32 although it says FP16."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["in_full_precision"]
+from buoy.torch import keep_fp32
+
+__all__ = ["in_full_precision", "with_one_in_fp32"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -22,6 +24,15 @@ def in_full_precision(model: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(_widened([*model.parameters(), *model.buffers()]))
         hook = model.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
         stack.callback(hook.remove)
+        yield
+
+
+@contextmanager
+def with_one_in_fp32(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Let one module run in FP32, as `buoy.torch.keep_fp32` does."""
+    module = model.get_submodule(name)
+    # Widened here, so that the parameters get their own memory back in the end.
+    with _widened([*module.parameters(), *module.buffers()]), keep_fp32(model, name):
         yield
 
 

@@ -50,6 +50,13 @@ def measure_underflow(
     with kept_aside(model), halves.watching(activations=activations):
         rehearse(step_fn, scale=used)
         halves.note_parameters()
+    if not halves.kept:
+        message = (
+            f"`step_fn` left no gradient in any parameter of the {type(model).__name__}"
+            ", so nothing could be measured. Pass the model that it runs as `model=`, "
+            "and let it call `backward` or return the loss."
+        )
+        raise OptionError(message)
     truth = _Truth(model, halves)
     watching = truth.watching(activations=activations)
     with kept_aside(model), in_full_precision(model), watching:

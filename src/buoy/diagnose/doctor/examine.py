@@ -16,6 +16,10 @@ __all__ = ["Doctor", "Examined", "examine"]
 class Doctor:
     """Watch whatever trains inside a `with` block; then `findings` says what is wrong.
 
+    Args:
+        force_skip: make one step overflow if none has by then, to see whether
+            schedulers wait; see `examine`.
+
     Example:
         >>> import torch, buoy.torch
         >>> model = torch.nn.Linear(2, 1)
@@ -32,13 +36,14 @@ class Doctor:
         ['direct_step']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, force_skip: bool = False) -> None:
+        self._force_skip = force_skip
         self._watching: Watching | None = None
         self.facts = Facts()
         self.findings: list[Finding] = []
 
     def __enter__(self) -> Self:
-        self._watching = Watching()
+        self._watching = Watching(force_skip=self._force_skip)
         self._watching.install()
         return self
 
@@ -69,7 +74,12 @@ class Examined:
 
 
 def examine(
-    target: str, args: Sequence[str] = (), *, module: bool = False, steps: int = 50
+    target: str,
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    steps: int = 50,
+    force_skip: bool = False,
 ) -> Examined:
     """Run a script for some steps under watch, unedited, and say what is wrong.
 
@@ -78,6 +88,8 @@ def examine(
         args: the script's own arguments.
         module: whether `target` is a module.
         steps: after how many steps to end it.
+        force_skip: make the tenth step of an optimizer that has a scheduler overflow,
+            if none was skipped by then, to see whether the scheduler waits.
 
     Example:
         >>> import tempfile
@@ -87,7 +99,7 @@ def examine(
         nothing is trained here
         No optimizer took a step: there was nothing to watch.
     """
-    watching, error = Watching(most=steps), None
+    watching, error = Watching(steps, force_skip=force_skip), None
     watching.install()
     try:
         run_program(target, args, module=module)

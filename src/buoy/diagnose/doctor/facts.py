@@ -63,6 +63,7 @@ class Facts:
     backward_at: str = ""  # of an unscaled FP16 loss
     scaled_at: str = ""
     clipped_scaled: int = 0
+    clipped_scale: float = 1.0  # the scale at the last such time
     clipped_at: str = ""
     nonfinite_losses: int = 0
     losses: int = 0

@@ -106,8 +106,8 @@ def _clipped_scaled(facts: Facts) -> Finding | None:
         "Gradients are clipped while they are still multiplied by the scale, "
         f"{facts.clipped_scaled} times.",
         facts.clipped_at,
-        "The threshold is too low by the scale, e.g. 65536 times: nearly every step "
-        "shrinks to almost nothing.",
+        "The threshold applies to gradients that are larger by the scale, "
+        f"{facts.clipped_scale:g} times here: steps shrink by up to that factor.",
         "Call `scaler.unscale_(optimizer)` before clipping, or use Buoy's "
         "`scaler.clip_grad_norm_(optimizer, max_norm)`.",
     )

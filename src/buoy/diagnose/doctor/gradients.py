@@ -24,12 +24,19 @@ class Marks:
 
     def __init__(self) -> None:
         self._of: dict[int, str] = {}  # "scaled", "unscaled" or "plain"
+        self._scales: dict[int, float] = {}  # that they were last multiplied by
         self.reached: dict[int, torch.Tensor] = {}
 
-    def put(self, params: Iterable[torch.Tensor], mark: str) -> None:
+    def put(
+        self, params: Iterable[torch.Tensor], mark: str, scale: float = 1.0
+    ) -> None:
         """Note what the gradients of these are now."""
         for param in params:
-            self._of[id(param)] = mark
+            self._of[id(param)], self._scales[id(param)] = mark, scale
+
+    def scale_of(self, params: Iterable[torch.Tensor]) -> float:
+        """Tell the largest scale that the gradients of these are multiplied by."""
+        return max(self._scales.get(id(param), 1.0) for param in params)
 
     def reach(self, params: Iterable[torch.Tensor]) -> None:
         """Note that a loss depends on these."""

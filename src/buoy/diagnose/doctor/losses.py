@@ -27,7 +27,7 @@ class Losses:
         self._graphs: dict[int, Any] = {}  # of losses that were scaled
         self._latest: tuple[Any, list[torch.Tensor]] = (None, [])
 
-    def scaled(self, result: torch.Tensor, loss: torch.Tensor) -> None:
+    def scaled(self, result: torch.Tensor, loss: torch.Tensor, scale: float) -> None:
         """Note that a loss was scaled."""
         self._facts.scaled_at = place()
         self._check(loss)
@@ -36,7 +36,7 @@ class Losses:
         reached, dtypes = graph_of(loss)
         _count(self._facts.scaled_losses, dtypes)
         self.marks.reach(reached)
-        self.marks.put(reached, "scaled")
+        self.marks.put(reached, "scaled", scale)
         self._graphs[id(result.grad_fn)] = result.grad_fn
         while len(self._graphs) > _GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
@@ -93,6 +93,7 @@ class Losses:
         """Note that gradients are clipped."""
         if self.marks.any(params, "scaled"):
             self._facts.clipped_scaled += 1
+            self._facts.clipped_scale = self.marks.scale_of(params)
             self._facts.clipped_at = place()
 
     def conclude(self, held: set[int]) -> None:

@@ -20,7 +20,7 @@ from buoy.diagnose.doctor.steps import Steps
 
 __all__ = ["Enough", "Watching"]
 
-_FORCED = 10  # the attempt that is made to overflow if none has by then
+_FORCED = 10  # the attempt that `force_skip` lets overflow if none has by then
 
 
 class Enough(BaseException):
@@ -30,9 +30,9 @@ class Enough(BaseException):
 class Watching:
     """Notes facts while it is installed; raises `Enough` after `most` steps."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, *, force_skip: bool = False) -> None:
         self.facts = Facts()
-        self._most = most
+        self._most, self._force_skip = most, force_skip
         self._patches = Patches()
         self._losses, self._steps = Losses(self.facts), Steps(self.facts)
         self._scalers: dict[int, tuple[Any, ScalerFacts]] = {}
@@ -110,7 +110,7 @@ class Watching:
     def _scaled(self, result: Any, scaler: Any, outputs: Any) -> None:
         if scaler.is_enabled() and isinstance(outputs, torch.Tensor):
             self._of(scaler).fresh = False
-            self._losses.scaled(result, outputs)
+            self._losses.scaled(result, outputs, float(scaler.get_scale()))
 
     def _before_unscale(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         if scaler.is_enabled() and not self._within_scaler():
@@ -141,8 +141,10 @@ class Watching:
         self._maybe_overflow(scaler, optimizer)
 
     def _maybe_overflow(self, scaler: Any, optimizer: Any) -> None:
-        """Let one step be skipped, where a scheduler's manners have not shown yet."""
-        if self._skips or self._steps.of(optimizer).steps + 1 != _FORCED:
+        """Let one step be skipped, if asked to, to see what a scheduler does then."""
+        if not self._force_skip or self._skips:
+            return
+        if self._steps.of(optimizer).steps + 1 != _FORCED:
             return
         record = scaler._per_optimizer_states.get(id(optimizer))
         if record is not None and record["found_inf_per_device"]:
