@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import buoy
 import buoy.trace
 from buoy import Backoff, LogNormal, NoScaling, Replayed, Seen, Static, oracle, replay
+from buoy._core.bounds import moved
+from buoy._core.ops import PLAIN
 from buoy.trace import Histogram, Trace
 
 sizes = st.one_of(
@@ -37,7 +39,7 @@ def stepwise(policy: Any, trace: Trace) -> tuple[list[float], list[int]]:
         if not (finite and policy.applies(seen)):
             skipped.append(step)
         try:
-            state = policy.update(state, seen)
+            state = moved(policy, state, seen, ops=PLAIN)
         except buoy.ScaleCollapsedError:
             break
     return scales, skipped

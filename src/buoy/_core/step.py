@@ -7,6 +7,7 @@ torch tensors and JAX tracers; each backend has its `Ops`.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from buoy._core.bounds import moved
 from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
@@ -103,7 +104,8 @@ def decide(
     """Decide whether to apply a step and with which factor, and move the scale.
 
     `inverse` is 1 / scale, `norm` the unscaled norm, which is required with
-    `max_norm`.  Raises what the policy raises, e.g. `ScaleCollapsedError`.
+    `max_norm`.  The next scale is within the policy's bounds (`moved`).  Raises what
+    the policy raises, e.g. `ScaleCollapsedError`.
 
     Example:
         >>> from buoy import Backoff
@@ -115,7 +117,7 @@ def decide(
         (False, 4.0, 0.125)
     """
     applied = is_applied(policy, seen)
-    after = policy.update(state, seen, ops=ops)
+    after = moved(policy, state, seen, ops=ops)
     factor = inverse
     if max_norm is not None:
         factor = inverse * clip_factor(norm, max_norm, ops)

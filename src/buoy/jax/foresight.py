@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from buoy._backends.jax import ops
+from buoy._core import bounds
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.policies.policy import Policy
 from buoy.jax.agree import largest
@@ -31,7 +32,7 @@ def foreseen(policy: Policy, scaling: Any, loss: jax.Array | None) -> Any:
     """Return the policy's state for this step's backward pass."""
     if loss is None or "loss" not in policy.wants:
         return scaling
-    return policy.foresee(scaling, loss, ops=_OPS)
+    return bounds.foreseen(policy, scaling, loss, ops=_OPS)
 
 
 def single(scale: Any) -> jax.Array:

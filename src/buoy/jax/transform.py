@@ -6,6 +6,7 @@ import jax
 import optax
 
 from buoy._backends.lifting import lift
+from buoy._core.bounds import initial
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
 from buoy._core.verdicts import HISTORY
@@ -115,7 +116,7 @@ def _init(options: Options, params: Any) -> LossScaledState:
             "twice. Wrap the whole transformation once, on the outside."
         )
         raise OptionError(message)
-    scaling = lift(options.policy, options.policy.init(), "jax")
+    scaling = lift(options.policy, initial(options.policy), "jax")
     plan = make_plan(options.policy, options.axes, leaves.names_of(params))
     return register_with_flax(initial_state(scaling, inner, options.history, plan))
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
+from buoy._core.bounds import MIN_SCALE, bounds_of, foreseen, initial, moved
 from buoy._core.errors import PolicyError, ScaleCollapsedError
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, single
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.start import started
@@ -19,8 +21,6 @@ from buoy._core.state import Seen, map_state
 
 __all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyState"]
 
-FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
-MIN_SCALE = 2.0**-24
 SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
 _NOTHING: dict[str, float | torch.Tensor] = {}
 
@@ -64,8 +64,8 @@ class PolicyState:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.low = _floor_of(policy)
-        self.state: Any = policy.init()
+        self.bounds = bounds_of(policy)
+        self.state: Any = initial(policy)
 
     @property
     def on_device(self) -> bool:
@@ -80,9 +80,9 @@ class PolicyState:
         # Scalers that keep a Python float may leave float32's range.
         return single(min(self.state.scale, FLOAT32_MAX))
 
-    def bounds(self) -> tuple[float, float]:
-        """Return the lowest and the highest scale that the policy may reach."""
-        low = max(getattr(self.policy, "min_scale", 0.0), self.low, 2.0**-149)
+    def limits(self) -> tuple[float, float]:
+        """Return the bounds of a scale that is set: also those that a peer ignores."""
+        low = max(getattr(self.policy, "min_scale", 0.0), self.bounds.low)
         return low, min(getattr(self.policy, "max_scale", FLOAT32_MAX), FLOAT32_MAX)
 
     def foresee(self, loss: torch.Tensor, home: torch.device) -> None:
@@ -90,11 +90,17 @@ class PolicyState:
         number = loss.detach().float()
         seen = None if self.on_device else backend.host_value(number)
         if seen is not None:
-            self.state = self.policy.foresee(self.state, seen, ops=PLAIN)
+            self.state = foreseen(
+                self.policy, self.state, seen, ops=PLAIN, bounds=self.bounds
+            )
             return
         self.lift(home)
         number = number.to(home, non_blocking=True)
-        self._keep(self.policy.foresee(self.state, number, ops=backend.ops()))
+        self._keep(
+            foreseen(
+                self.policy, self.state, number, ops=backend.ops(), bounds=self.bounds
+            )
+        )
 
     def allows(self, evidence: Evidence) -> bool | torch.Tensor:
         """Return whether the policy would apply these gradients if they are finite."""
@@ -106,42 +112,24 @@ class PolicyState:
     def update(self, evidence: Evidence) -> None:
         """Update the state from the findings of a step."""
         seen = None if self.on_device else evidence.on_host()
-        if seen is not None:
-            self._update_on_host(seen)
+        policy, bounds = self.policy, self.bounds
+        if seen is None:
+            self.lift(evidence.found.device)
+            seen, ops = evidence.on_device(), backend.ops()
+            self._keep(moved(policy, self.state, seen, ops=ops, bounds=bounds))
             return
-        self.lift(evidence.found.device)
-        after = self.policy.update(self.state, evidence.on_device(), ops=backend.ops())
-        self._keep(after)
-
-    def _update_on_host(self, seen: Seen) -> None:
-        after = before = self.state
         try:
-            after = self.policy.update(before, seen, ops=PLAIN)
+            self.state = moved(policy, self.state, seen, ops=PLAIN, bounds=bounds)
         except ScaleCollapsedError as error:
-            after = before if error.state is None else error.state
+            self.state = self.state if error.state is None else error.state
             raise
-        finally:
-            if math.isnan(after.scale):
-                after = before
-            elif after.scale < self.low:
-                after = replace(after, scale=self.low)
-            self.state = after
 
     def _keep(self, after: Any) -> None:
         """Store a state of tensors, in the precision that the policy declares."""
-        before, precision = self.state, self.policy.precision
-        bad, cast = after.scale.isnan(), backend.ops().cast
-        kept = {
-            field.name: torch.where(bad, old, new)
-            for field in fields(after)
-            if (new := getattr(after, field.name)) is not None
-            and (old := getattr(before, field.name)) is not None
-        }
-        state = map_state(
-            lambda x: cast(x, precision) if x.is_floating_point() else x,
-            replace(after, **kept),
+        precision, cast = self.policy.precision, backend.ops().cast
+        self.state = map_state(
+            lambda x: cast(x, precision) if x.is_floating_point() else x, after
         )
-        self.state = replace(state, scale=state.scale.clamp(self.low, FLOAT32_MAX))
 
     def lift(self, device: torch.device) -> None:
         """Move a state of plain numbers to the device."""
@@ -161,7 +149,7 @@ class PolicyState:
 
     def replace_scale(self, value: float) -> None:
         """Change the scale; keep the rest of the state."""
-        low, high = self.bounds()
+        low, high = self.limits()
         number: Any = min(max(value, low), high)
         if self.on_device:
             number = torch.full_like(self.state.scale, number)
@@ -176,7 +164,7 @@ class PolicyState:
 
     def started(self, value: float) -> Any:
         """Return the policy's initial state at this scale."""
-        low, high = self.bounds()
+        low, high = self.limits()
         value = min(max(value, low), high)
         for start in (value, 2.0 ** math.floor(math.log2(value))):
             try:
@@ -187,18 +175,10 @@ class PolicyState:
 
     def start_on_device(self, scale: torch.Tensor) -> None:
         """Restart the policy at a scale that only the device has."""
-        low, high = self.bounds()
+        low, high = self.limits()
         start = backend.ops().cast(scale.clamp(low, high), self.policy.precision)
         try:
             state = started(self.policy, start)
         except (TypeError, PolicyError):  # it needs a plain number
             state = self.started(backend.read([scale])[0])
         self.state = self._lifted(state, scale.device)
-
-
-def _floor_of(policy: Any) -> float:
-    """Return the lowest scale that a policy may reach: its own bound, if it has one."""
-    quirks = getattr(policy, "quirks", None)
-    unbounded = quirks is not None and quirks.at_min == "none"
-    own = MIN_SCALE if unbounded else getattr(policy, "min_scale", MIN_SCALE)
-    return min(MIN_SCALE, own) or MIN_SCALE

@@ -62,7 +62,7 @@ class Scale:
         self.run = None if policy is None else PolicyState(policy)
         self.wants: frozenset[str] = frozenset() if policy is None else policy.wants
         if self.run is not None:
-            self.low, self.high = self.run.low, FLOAT32_MAX
+            self.low, self.high = self.run.bounds[:2]
             self.init_scale = float(self.run.state.scale)
         self.tensor: torch.Tensor | None = None  # float32 []
         self.tracker: torch.Tensor | None = None  # int32 []: torch's growth tracker

@@ -103,6 +103,11 @@ class LogNormal:
         )
 
     @property
+    def reproduces_peer(self) -> bool:
+        """Whether this is the published rule, whose scale is NaN after zeros."""
+        return not self.skip_zero
+
+    @property
     def wants(self) -> frozenset[str]:
         """The size of the gradients."""
         return frozenset({"amax_log2"})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.ops import PLAIN
 from buoy._core.policies.policy import Policy
@@ -111,6 +112,7 @@ class _Machine:
     def __init__(self, policy: Policy, trace: Trace) -> None:
         self.policy = policy
         self.trace = trace
+        self.bounds = bounds_of(policy)
         self.states: list[Any] = []
         self.numbers: dict[Any, int] = {}
         self.exponents: list[float] = []
@@ -133,7 +135,8 @@ class _Machine:
     def learn(self, number: int, *, finite: bool) -> int:
         """Compute a transition; return the number of the next state."""
         seen = Seen(finite=finite)
-        state = self.policy.update(self.states[number], seen, ops=PLAIN)
+        before, bounds = self.states[number], self.bounds
+        state = moved(self.policy, before, seen, ops=PLAIN, bounds=bounds)
         if len(self.states) >= _MOST_STATES:
             self._forget()
             return self.number(state)
@@ -157,7 +160,7 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
     after_finite, after_overflow = machine.after_finite, machine.after_overflow
     starts, exponents, skipped = array("q"), array("d"), array("q")
 
-    first = last = policy.init()
+    first = last = initial(policy)
     state = machine.number(first)
     exponent, step, gave_up = None, 0, False
     try:
@@ -190,18 +193,19 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
 
 def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
     show = _shown(policy, trace)
-    foresee, update = policy.foresee, policy.update
+    bounds = bounds_of(policy)
     losses = trace.loss_log2 if "loss" in policy.wants else None
     starts, exponents, skipped = array("q"), array("d"), array("q")
 
-    state: Any = policy.init()
+    state: Any = initial(policy)
     first = state
     scale, step, let_through, gave_up = None, 0, 0, False
     exponent = limit = math.nan
     try:
         for step, amax in enumerate(trace.amax_log2):
             if losses is not None:
-                state = foresee(state, PLAIN.exp2(losses[step]), ops=PLAIN)
+                loss = PLAIN.exp2(losses[step])
+                state = foreseen(policy, state, loss, ops=PLAIN, bounds=bounds)
             if state.scale != scale:
                 scale = state.scale
                 exponent = log2_of(scale)
@@ -213,7 +217,7 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
             if not is_applied(policy, seen):
                 skipped.append(step)
                 let_through += not finite and bool(policy.applies(seen))
-            state = update(state, seen, ops=PLAIN)
+            state = moved(policy, state, seen, ops=PLAIN, bounds=bounds)
     except ScaleCollapsedError as error:
         gave_up, state = True, error.state or state
     return Walk(

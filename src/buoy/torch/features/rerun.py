@@ -241,7 +241,7 @@ def _lowest(rule: Any) -> float:
     """Return the lowest scale that may be tried."""
     if isinstance(rule.policy, NoScaling):
         return math.inf
-    return float(rule.low if rule.run is None else rule.run.bounds()[0])
+    return float(rule.low if rule.run is None else rule.run.limits()[0])
 
 
 def _modules(scaler: Any, given: Any) -> list[torch.nn.Module]:

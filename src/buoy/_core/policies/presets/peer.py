@@ -81,6 +81,11 @@ class PeerBackoff(Backoff):
         object.__setattr__(self, "constants", moves(self, self.quirks))
 
     @property
+    def reproduces_peer(self) -> bool:
+        """True: a scale outside of the bounds is no error, but what the peer does."""
+        return True
+
+    @property
     def precision(self) -> Precision:
         """float32, but for the scalers that keep a Python float."""
         wide = self.quirks.arithmetic == "double" or self.growth_step is not None
