@@ -301,3 +301,39 @@ def test_an_axis_name_outside_of_its_axis_is_an_error():
     tx = make("backoff", axis_name="data")
     with pytest.raises(UnboundAxisError, match="leave `axis_name` out"):
         tx.update(start(), tx.init(start()), start())
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "kind"),
+    [
+        ("backoff", "float32", AxisType.Auto),
+        ("headroom", "float16", AxisType.Auto),
+        ("backoff", "bfloat16", AxisType.Explicit),
+        ("headroom", "float32", AxisType.Explicit),
+    ],
+)
+def test_one_bad_number_in_one_shard_stops_the_step(policy, dtype, kind):
+    """On every device in turn: a maximum over shards may drop NaN."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    spread = NamedSharding(mesh, P("data"))
+    tx = make(policy)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        params = {"a": jnp.ones(4), "w": jnp.ones((8, 3))}
+        state = tx.init(jax.device_put(params, spread))
+        for value in (np.nan, np.inf, -np.inf):
+            for row in range(1, 8, 2):
+                grads = {"a": np.ones(4), "w": np.ones((8, 3))}
+                grads["w"][row, 1] = value
+                grads = jax.tree.map(lambda g: jnp.asarray(g, dtype), grads)
+                placed = jax.device_put((params, grads), spread)
+                after, told = step(placed[0], state, placed[1])
+                assert last_step(told).offenders == ("w",)
+                assert not last_step(told).applied
+                for name, held in params.items():
+                    np.testing.assert_array_equal(after[name], held)

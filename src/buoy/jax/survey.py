@@ -2,7 +2,7 @@
 
 The sum of squares is the check: on a CPU it is the cheapest pass, and yields the norm.
 If it is not finite, a second pass distinguishes an overflowing sum from an overflowing
-gradient.
+gradient.  No decision depends on how a maximum treats NaN.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,11 @@ def _squares(leaf: jax.Array) -> jax.Array:
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-    # The largest magnitude; NaN where there is one.
-    return jnp.max(jnp.abs(leaf), initial=0).astype(jnp.float32)
+    # The largest magnitude.  NaN counts as inf: over the shards of an array, XLA's
+    # maximum drops NaN.
+    size = jnp.abs(leaf)
+    size = jnp.where(jnp.isnan(size), jnp.inf, size)
+    return jnp.max(size, initial=0).astype(jnp.float32)
 
 
 def _wide(leaf: jax.Array) -> jax.Array:
@@ -78,8 +81,8 @@ def _top(sizes: list[jax.Array]) -> jax.Array:
 
 def _overflows(sizes: list[jax.Array], inverse: jax.Array) -> jax.Array:
     before = jnp.stack(sizes)
-    after = jnp.maximum(before, before * inverse)
-    return jnp.logical_not(after <= FLOAT32_MAX)
+    fits = (before <= FLOAT32_MAX) & (before * inverse <= FLOAT32_MAX)
+    return jnp.logical_not(fits)
 
 
 def _from_norm(
