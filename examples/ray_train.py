@@ -1,6 +1,6 @@
 """DDP in FP16 under Ray Train: the scaler of a plain torch loop, unchanged.
 
-pip install 'buoy[torch]' 'ray[train]'
+pip install 'buoy-amp[torch]' 'ray[train]'
 python examples/ray_train.py
 """
 

@@ -119,7 +119,7 @@ def test_without_the_extra_the_command_says_what_to_install(hidden: str) -> None
     code = HIDE + "import buoy; from buoy.cli import main; sys.exit(main())"
     done = run("--help", code=code, HIDDEN=hidden)
     assert (done.returncode, done.stdout) == (1, "")
-    assert 'pip install "buoy[cli]"' in done.stderr
+    assert 'pip install "buoy-amp[cli]"' in done.stderr
     assert hidden.split(maxsplit=1)[0] in done.stderr
     assert "Traceback" not in done.stderr
 

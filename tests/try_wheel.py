@@ -53,15 +53,19 @@ def main() -> None:
         expect(run(python, "-m", "pip", "install", wheel), 0, "Successfully installed")
         installed = run(python, "-m", "pip", "list", "--format=freeze").stdout.split()
         extra = {line.partition("==")[0] for line in installed} - {
-            "buoy",
+            "buoy-amp",
             "pip",
             "setuptools",
         }
         if extra:
             sys.exit(f"the wheel pulled in {sorted(extra)}")
+        name, version = wheel.name.split("-")[:2]
+        if name != "buoy_amp":
+            sys.exit(f"the distribution is called {name}")
+        expect(run(python, "-c", "import buoy; print(buoy.__version__)"), 0, version)
         code = "import buoy; print(buoy.policy('torch').init().scale)"
         expect(run(python, "-c", code), 0, "65536.0")
-        expect(run(binaries / "buoy", "--help"), 1, 'pip install "buoy[cli]"')
+        expect(run(binaries / "buoy", "--help"), 1, 'pip install "buoy-amp[cli]"')
     print("wheel: installs alone, works without any framework; 1 passed, 0 failed")
 
 

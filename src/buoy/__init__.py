@@ -8,6 +8,8 @@ of Buoy itself only what is used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from buoy._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from buoy import trace
     from buoy._backends.lifting import lift

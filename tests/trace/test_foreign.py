@@ -89,7 +89,7 @@ def test_a_bomb_does_not_go_off(path):
 
 def test_a_newer_version_says_how_to_read_it(path):
     """Upgrade, and not a word about damage."""
-    with pytest.raises(TraceError, match="pip install -U buoy"):
+    with pytest.raises(TraceError, match="pip install -U buoy-amp"):
         buoy.trace.load(spoiled(path, "PRAGMA user_version = 99"))
 
 

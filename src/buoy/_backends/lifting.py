@@ -26,7 +26,8 @@ def lift(policy: Any, state: Any, backend: str, **placement: Any) -> Any:
     if backend not in _BACKENDS or find_spec(backend) is None:
         message = (
             f"No backend {backend!r} to lift a state onto: it must be one of "
-            f"{', '.join(_BACKENDS)}, and installed (pip install 'buoy[{backend}]')."
+            f"{', '.join(_BACKENDS)}, and installed "
+            f"(`pip install 'buoy-amp[{backend}]'`)."
         )
         raise MissingBackendError(message)
     module = import_module(f"buoy._backends.{backend}")

@@ -10,7 +10,7 @@ __all__ = ["main"]
 
 _MISSING = """\
 The command `buoy` needs {missing}, which is not installed.
-Install what it needs:  python -m pip install "buoy[cli]"
+Install what it needs:  python -m pip install "buoy-amp[cli]"
 The library itself works without it: `import buoy`.
 """
 

@@ -6,6 +6,7 @@ import textwrap
 import click
 
 from buoy._core.errors import BuoyError
+from buoy._version import __version__
 from buoy.cli.demo import demo
 from buoy.cli.doctor import doctor
 from buoy.cli.formats import formats
@@ -19,17 +20,8 @@ from buoy.cli.watch import watch
 __all__ = ["app", "run"]
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
-
-    try:
-        return version("buoy")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(_version(), prog_name="buoy")
+@click.version_option(__version__, prog_name="buoy")
 def app() -> None:
     """Keep half-precision gradients afloat: loss scaling for mixed precision.
 

@@ -168,7 +168,7 @@ def _check_report(report: Path | None, *, no_trace: bool) -> None:
     if find_spec("bokeh") is None:
         message = (
             "`--report` needs Bokeh, which is not installed. Install it with "
-            '`python -m pip install "buoy[report]"`.'
+            '`python -m pip install "buoy-amp[report]"`.'
         )
         raise MissingBackendError(message)
 

@@ -160,7 +160,9 @@ def _tell(results: Results, page: Path | None, *, whole: bool) -> None:
         seen = "opened in your browser" if _opened(page) else "open it in a browser"
         console.print(f"\nReport: {page} ({seen}).", soft_wrap=True)
     elif results.outcomes:
-        console.print("\nNo report: it needs Bokeh, `pip install buoy\\[report]`.")
+        console.print(
+            "\nNo report: it needs Bokeh, `pip install 'buoy-amp\\[report]'`."
+        )
 
 
 def _metrics(results: Results) -> str:

@@ -7,7 +7,7 @@ try:
 except ImportError as error:
     message = (
         "The demo trains with PyTorch, which is not installed. Install it with "
-        "`pip install buoy[torch]`."
+        "`pip install 'buoy-amp[torch]'`."
     )
     raise MissingBackendError(message) from error
 

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     message = (
         "`buoy.emulate` needs PyTorch, which is not installed. Install it with "
-        "`pip install buoy[torch]`."
+        "`pip install 'buoy-amp[torch]'`."
     )
     raise MissingBackendError(message) from error
 

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     message = (
         f"`buoy.jax` needs JAX and optax: {error}. Install them with "
-        "`pip install buoy[jax]`."
+        "`pip install 'buoy-amp[jax]'`."
     )
     raise MissingBackendError(message) from error
 

@@ -135,7 +135,7 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     try:
         from bokeh.models import Range1d  # noqa: PLC0415 - a large import
     except ImportError as error:
-        message = "A report needs Bokeh: `python -m pip install buoy[report]`."
+        message = "A report needs Bokeh: `pip install 'buoy-amp[report]'`."
         raise MissingBackendError(message) from error
     from buoy.report.figures import (  # noqa: PLC0415
         headroom_chart,

@@ -134,7 +134,7 @@ def _check_version(where: str, document: Any) -> None:
     if not 1 <= version <= VERSION:
         message = (
             f"The trace {where!r} is of version {version}; this Buoy reads up to "
-            f"{VERSION}. Upgrade with `pip install -U buoy`."
+            f"{VERSION}. Upgrade with `pip install -U buoy-amp`."
         )
         raise TraceError(message)
 

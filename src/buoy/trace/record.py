@@ -17,6 +17,7 @@ from typing import Any, Self
 from buoy._core.errors import OptionError
 from buoy._core.formats import number_format
 from buoy._core.state import Verdict
+from buoy._version import __version__
 from buoy.trace.outlet import Sink
 from buoy.trace.row import Row
 from buoy.trace.writer import Tensors, Writer
@@ -205,10 +206,4 @@ def _tell(writer: Writer) -> None:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
-
-    try:
-        own = version("buoy")
-    except PackageNotFoundError:
-        own = "unknown"
-    return {"buoy": own, "python": platform.python_version()}
+    return {"buoy": __version__, "python": platform.python_version()}

@@ -155,7 +155,7 @@ def _check_schema(where: str, file: sqlite3.Connection) -> None:
     if version > VERSION:
         message = (
             f"The trace {where!r} is of version {version}; this Buoy reads up to "
-            f"{VERSION}. Upgrade with `pip install -U buoy`."
+            f"{VERSION}. Upgrade with `pip install -U buoy-amp`."
         )
         raise TraceError(message)
     found = dict(file.execute("SELECT name, sql FROM sqlite_master").fetchall())
