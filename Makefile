@@ -12,7 +12,7 @@ export JAX_PLATFORMS ?= cpu
 # the process with SIGILL.  This keeps oneDNN below AMX; without AMX it is no limit.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test quick check unit wheel mutants bench browser clean
+.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs
 
 demo: $(READY)
 	$(BIN)/buoy demo
@@ -50,6 +50,22 @@ browser:
 wheel: $(READY)
 	$(BIN)/python tests/try_wheel.py
 
+# The site, into build/site; a warning is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/site
+
+# Before a release: build wheel and sdist into dist/, install each alone, and run the
+# suite against the wheel instead of the checkout.
+RELEASE := $(VENV)-release
+release-check: $(READY) browser
+	rm -rf dist $(RELEASE)
+	$(BIN)/python tests/try_wheel.py --keep dist
+	$(PYTHON) -m venv $(RELEASE)
+	wheel=$$(ls $(CURDIR)/dist/*.whl) && $(RELEASE)/bin/python -m pip install --quiet \
+	  "$$wheel[torch,jax,cli,report]" --group dev
+	$(RELEASE)/bin/python -c 'import buoy, sys; sys.exit("site-packages" not in buoy.__file__ and "not the wheel: " + buoy.__file__)'
+	$(RELEASE)/bin/pytest -n auto --dist worksteal tests
+
 # Ray is large: it has a target and an environment of its own, and `make test` leaves
 # it out.
 test-ray:
@@ -68,4 +84,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
