@@ -14,7 +14,13 @@ from nets import OPTIMIZERS, loss_of, net, spoil
 from no_host_reads import no_host_reads
 
 from buoy import Verdict
-from buoy.torch import BuoyWarning, CallOrderError, GradScaler, OptionError
+from buoy.torch import (
+    BuoyWarning,
+    CallOrderError,
+    DeviceModeError,
+    GradScaler,
+    OptionError,
+)
 
 
 def two(kind="adamw"):
@@ -191,6 +197,20 @@ def test_joint_restores_tensors_in_containers_of_a_state(partner):
     assert held is pairs[0][1].state[first[0].weight]["list"]
 
 
+def test_containers_on_a_device_are_refused():
+    """A skip that could not be undone without waiting; nothing was changed."""
+    first, (model, second) = net(), two("sgd")[1]
+    pairs = [(first, Keeper(first.parameters())), (model, second)]
+    scaler = GradScaler("cpu", skip="joint", init_scale=4.0, sync="never")
+    pairs[0][1].state[first[0].weight] = {"list": [torch.zeros(1)]}
+    before = weights(pairs)
+
+    with pytest.raises(DeviceModeError, match="keeps `list` as list"):
+        iterate(scaler, pairs, 0)
+
+    assert all(map(torch.equal, before, weights(pairs)))
+
+
 def test_a_joint_run_ends_like_one_without_those_batches():
     """Promise 3, for two networks."""
     pairs, twins = two(), two()
@@ -334,6 +354,52 @@ def test_a_step_with_the_wrong_group_is_refused():
 
     with pytest.raises(CallOrderError, match="group that scaled its loss"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_wrong_group_is_refused_long_after_the_first_losses(mixed, set_to_none):
+    """Where gradients come from is known in every step, and only then an error."""
+    (model, optimizer), (other, others) = two("sgd")
+    scaler = GradScaler("cpu")
+    one, two_ = scaler.group("one"), scaler.group("two")
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        others.zero_grad(set_to_none=set_to_none)
+        one.scale(loss_of(model, step)).backward()
+        two_.scale(loss_of(other, step)).backward()
+        one.unscale_(optimizer)
+        one.step(optimizer)
+        two_.step(others)
+        scaler.update()
+        assert scaler.last_step.applied
+    optimizer.zero_grad(set_to_none=set_to_none)
+    one.scale(loss_of(model, 8)).backward()
+    if mixed:
+        two_.scale(loss_of(model, 9)).backward()
+
+    with pytest.raises(CallOrderError, match="group that scaled its loss"):
+        two_.step(optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_generator_loss_through_the_critic_is_fine_in_every_step(set_to_none):
+    """Whichever way its gradients in the critic are cleared."""
+    (critic, critics), _ = two("sgd")
+    maker = torch.nn.Linear(6, 6)
+    makers = OPTIMIZERS["sgd"](maker.parameters())
+    scaler = GradScaler("cpu")
+    one, other = scaler.group("critic"), scaler.group("maker")
+    for step in range(9):
+        critics.zero_grad(set_to_none=set_to_none)
+        one.scale(loss_of(critic, step)).backward()
+        one.step(critics)
+        makers.zero_grad(set_to_none=set_to_none)
+        other.scale(critic(maker(torch.ones(2, 6))).mean()).backward()
+        other.step(makers)
+        scaler.update()
+
+        assert scaler.last_step.applied
 
 
 def test_a_generator_loss_through_the_critic_is_fine():

@@ -195,6 +195,72 @@ def test_a_pass_between_forward_and_update_is_undone_too():
         assert torch.equal(value, before[name]), name
 
 
+def load(model):
+    state = copy.deepcopy(model.state_dict())
+    state["1.running_mean"].fill_(7.0)
+    model.load_state_dict(state)
+
+
+def set_by_hand(model):
+    model[1].running_mean.fill_(7.0)
+
+
+@pytest.mark.parametrize("between", [load, set_by_hand, update_statistics, validate])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_an_iteration_that_was_abandoned_leaves_no_copy(between, sync):
+    """What is written after it stays: its gradients were cleared, so it is over."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.guard(model)
+    step(scaler, model, optimizer, 0)
+    scaler.scale(model(batch(1)[0]).mean()).backward()  # and then an exception
+    between(model)
+    optimizer.zero_grad()
+    before = buffers(model)
+
+    step(scaler, model, optimizer, 2, bad=True)
+
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_what_is_loaded_after_a_failed_forward_pass_stays():
+    """Before any loss was scaled."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(model)
+    model(batch(1)[0])  # and then an exception
+    load(model)
+    before = buffers(model)
+
+    step(scaler, model, optimizer, 2, bad=True)
+
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_an_accumulated_iteration_goes_back_to_its_beginning(set_to_none):
+    """Without a window: the gradients of the first micro-batch are still there."""
+    model = model_with_buffers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.guard(model)
+    step(scaler, model, optimizer, 0)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    before = buffers(model)
+    for bad in (1.0, math.inf):
+        scaler.scale(model(batch(1)[0]).mean() * bad).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert not scaler.last_step.applied
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
 @pytest.mark.parametrize("sync", ["auto", "never"])
 def test_a_window_with_nothing_good_leaves_buffers_alone(sync):
     """Whatever is refused inside it."""

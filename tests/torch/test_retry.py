@@ -361,6 +361,89 @@ def two_networks(skip):
     return scaler, step, (first, second), attempts
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("modules", [False, True])
+def test_gradients_that_are_kept_for_later_are_not_added_twice(whole, modules):
+    """A batch is not run again if it added to gradients that it does not step."""
+    weight, other = nn.Parameter(torch.ones(2)), nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    later = torch.optim.SGD(other.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+    if not modules:  # the scaler knows optimizers that it has stepped
+        scaler.scale(other.weight.sum()).backward()
+        scaler.step(later)
+        scaler.update()
+        later.zero_grad()
+    attempts = []
+
+    def step():
+        attempts.append(1)
+        loss = weight.half().sum().float() + other.weight.sum()
+        scaler.scale(loss).backward()
+        if whole:
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.warns(BuoyWarning, match="does not step"):
+        scaler.run(
+            step, *([] if whole else [optimizer]), modules=[other] if modules else ()
+        )
+
+    assert [1] == attempts
+    assert not scaler.last_step.applied
+    assert torch.equal(torch.full((1, 2), 2.0**20), other.weight.grad)
+
+
+def test_gradients_of_others_that_a_batch_leaves_alone_do_not_matter():
+    """Nor do those that were there before."""
+    weight, other = nn.Parameter(torch.ones(2)), nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    other.weight.grad = torch.ones(1, 2)
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+
+    scaler.run(
+        lambda: scaler.scale(weight.half().sum().float()).backward(),
+        optimizer,
+        modules=[other],
+    )
+
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_a_resumed_run_judges_by_the_same_losses(grouped, sync):
+    """A loss that is an outlier is not run again, before and after a resume."""
+
+    def start():
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        scaler = GradScaler("cpu", init_scale=2.0**4, sync=sync)
+        return scaler, scaler.group("a") if grouped else scaler, weight, optimizer
+
+    def train(scaler, one, weight, optimizer, height):
+        attempts = []
+
+        def step():
+            attempts.append(1)
+            loss = (weight.half() * height).sum().float()
+            one.scale(loss).backward()
+
+        scaler.run(step, optimizer, modules=())
+        return len(attempts), one.last_step.verdict, one.get_scale()
+
+    parts = start()
+    for _ in range(6):
+        train(*parts, 1.0)
+    state, resumed = parts[0].state_dict(), start()
+    resumed[0].load_state_dict(state)
+    expected = train(*parts, 2.0**13)
+
+    assert 1 == expected[0]
+    assert "bad_batch" == expected[1]
+    assert expected == train(*resumed, 2.0**13)
+
+
 def test_half_a_step_is_not_run_again():
     """Of independent optimizers one has stepped: that is told, once."""
     scaler, step, optimizers, attempts = two_networks("independent")

@@ -81,17 +81,6 @@ class Extension:
         """Restore a saved state."""
 
 
-_POINTS = (
-    "loss_scaled",
-    "before_look",
-    "looked",
-    "norm_taken",
-    "before_step",
-    "stepped",
-    "skipped",
-    "before_update",
-    "concluded",
-)
 Hook = Callable[..., None]
 
 
@@ -116,7 +105,7 @@ class Hooks:
 
     def _collect(self) -> None:
         self.by_key = {one.key: one for one in self.extensions}
-        for point in _POINTS:
+        for point in Hooks.__annotations__:
             found = tuple(
                 partial(getattr(one, point), self._scaler)
                 for one in self.extensions

@@ -39,11 +39,6 @@ class AsyncReader:
             tuple[torch.Tensor, list[tuple[int, Any]], torch.cuda.Event | None] | None
         ) = None
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something was posted that has not been collected."""
-        return self._sent is not None or bool(self._kept)
-
     def post(self, numbers: torch.Tensor, note: Any = None) -> None:
         """Add a vector; start a copy when there are enough."""
         self._kept.append((numbers.float(), note))

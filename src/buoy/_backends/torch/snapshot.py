@@ -232,6 +232,10 @@ class BufferSnapshot:
                 if tensor is not None and (module, name) not in self._copies:
                     self._copies[module, name] = _copy(tensor)
 
+    def __len__(self) -> int:
+        """Return the number of buffers that were copied."""
+        return len(self._copies)
+
     def clear(self) -> None:
         """Drop all copies."""
         self._copies.clear()

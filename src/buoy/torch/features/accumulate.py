@@ -6,10 +6,12 @@ separate sum, which takes the memory of one more set of gradients.  Micro-batche
 overflow are not added, and the sum is multiplied by (all / good).
 """
 
+import weakref
 from typing import Any, Self
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_leaves
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, multiply_, parameters_of
@@ -49,14 +51,14 @@ def guard(scaler: Any, models: tuple[Any, ...]) -> None:
     """
     for model in models:
         if not isinstance(model, torch.nn.Module):
-            message = (
+            raise OptionError(
                 f"`guard` takes modules, whose buffers it restores; got {model!r:.60}. "
                 "For schedulers, averages and counters use `scaler.gate(...)`."
             )
-            raise OptionError(message)
     for model in models if scaler._enabled else ():
         if all(one.model is not model for one in guarded(scaler)):
-            all_scalers(scaler)[0].attach(_Guarded(model))
+            root = all_scalers(scaler)[0]
+            root.attach(_Guarded(model, root))
 
 
 def all_scalers(scaler: Any) -> list[Any]:
@@ -76,21 +78,50 @@ def guarded(scaler: Any) -> "list[_Guarded]":
 class _Guarded(Extension):
     """One model, and copies of its buffers from before the iteration."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, scaler: Any) -> None:
+        self.model, self._scaler = model, weakref.ref(scaler)
         # One for the iteration; inside a window, one more for the micro-batch.
         self.copies = [BufferSnapshot()]
         for module in model.modules():
             if module is model or module._buffers:  # it may be called by itself
                 module.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
+        model.register_load_state_dict_post_hook(self._drop)  # type: ignore[no-untyped-call]
+        self._used = False  # a backward pass began in the graph of this iteration
+
+    def _drop(self, *_: Any) -> None:
+        """Drop the copies: the next forward pass makes new ones."""
+        self._used = False
+        for copies in self.copies:
+            copies.clear()
+
+    def _after_forward(self, called: Any, args: Any, output: Any) -> None:  # noqa: ARG002
+        """Notice the backward pass of this forward pass."""
+
+        def notice(_: torch.Tensor) -> None:
+            self._used = True
+
+        for tensor in tree_leaves(output) if self.copies[0] else ():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(notice)  # type: ignore[no-untyped-call]
 
     def _before_forward(self, called: torch.nn.Module, args: Any) -> None:  # noqa: ARG002
         """Copy the buffers, once per iteration, before a forward pass of training."""
         training = called.training and not torch.compiler.is_compiling()
         if training and torch.is_grad_enabled():
+            if self._abandoned():
+                self._drop()
             modules = list(called.modules()) if called is self.model else [called]
             for copies in self.copies:
                 copies.copy(*modules)
+
+    def _abandoned(self) -> bool:
+        """Return whether gradients were cleared that no optimizer has used."""
+        root = self._scaler()
+        if root is None or not self._used or len(self.copies) > 1:
+            return False  # in a window the gradients are kept elsewhere
+        works = any(one._per_optimizer_states for one in all_scalers(root))
+        return not works and all(p.grad is None for p in self.model.parameters())
 
     def before_update(self, scaler: Any) -> None:
         """Restore the buffers if the model's step was skipped."""
@@ -104,7 +135,7 @@ class _Guarded(Extension):
         mine = [o for o in outcomes if not own.isdisjoint(parameters_of(o.optimizer))]
         for outcome in mine or outcomes:
             _restore(self.copies[0], outcome.found, outcome._applied)
-        self.copies[0].clear()
+        self._drop()
 
     def end_micro_batch(self, found: torch.Tensor, finite: bool | None) -> None:
         """Restore the buffers if the micro-batch was dropped."""
@@ -147,8 +178,9 @@ def accumulate(scaler: Any, n: int, optimizers: tuple[Any, ...]) -> "Window":
         >>> scaler.update()
     """
     if type(n) is not int or n < 1:
-        message = f"A window has a number of micro-batches, at least 1; got {n!r}."
-        raise CallOrderError(message)
+        raise CallOrderError(
+            f"A window has a number of micro-batches, at least 1; got {n!r}."
+        )
     if not optimizers and scaler._enabled:
         optimizers = tuple(scaler._hooks.find("hints").optimizers())
         if not optimizers:
@@ -221,11 +253,10 @@ class Window(Extension):
         if self._untaken():
             raise CallOrderError(_BY_HAND)
         if self._count >= self._most:
-            message = (
+            raise CallOrderError(
                 f"A window of {self._most} micro-batches takes no further loss: add up "
                 "the losses of one micro-batch, or open a window per step."
             )
-            raise CallOrderError(message)
         scaler.scale(loss).backward(retain_graph=retain_graph)
         self._take_in()
 

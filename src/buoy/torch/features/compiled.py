@@ -69,11 +69,10 @@ def clip(
     """Store the multiplier that unscales and clips; return the unscaled norm."""
     _refuse(scaler, optimizer)
     if error:
-        message = (
+        raise DeviceModeError(
             "`error_if_nonfinite=True` has to read the norm, and a compiled step reads "
             "nothing. Leave it out: a step that overflows is skipped by itself."
         )
-        raise DeviceModeError(message)
     seen = _look(scaler._rule, optimizer, gather(optimizer), order)
     norm: torch.Tensor = seen.norm
     factor = seen.multiplier * clip_factor(norm, max_norm, backend.ops())
@@ -211,9 +210,8 @@ def _refuse(scaler: Any, optimizer: Any) -> None:
             "function the gradients would be divided by the scale twice"
         )
     if what:
-        message = (
+        raise DeviceModeError(
             f"torch.compile does not trace {what}. Or leave all of `unscale_`, "
             "`clip_grad_norm_`, `step` and `update` out of the compiled function; the "
             "model may stay in it."
         )
-        raise DeviceModeError(message)

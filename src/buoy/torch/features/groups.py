@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.graph import graph_of
 from buoy.torch import errors
@@ -22,10 +24,10 @@ from buoy.torch.hooks import Extension, feature
 from buoy.torch.iteration import Work, evidence_of
 from buoy.torch.options import TORCH_DEFAULTS, Options
 
-__all__ = ["Groups", "Origins", "group", "restore", "wrong_scale"]
+__all__ = ["Groups", "Origins", "gradient_mark", "group", "restore", "wrong_scale"]
 
 _OWN = (*TORCH_DEFAULTS, "policy", "min_scale", "max_scale", "trace")
-_PROBES = 3  # losses of each scale group whose graph is walked
+_PROBES = 3  # losses of each scale group whose graph is walked for parameters
 
 
 # -- creating scale groups -------------------------------------------------------------
@@ -47,11 +49,10 @@ def group(scaler: Any, name: str, options: dict[str, Any]) -> Any:
         (256.0, 65536.0)
     """
     if scaler._hooks.find("group") is not None:
-        message = (
+        raise OptionError(
             "A scale group cannot have scale groups: one `update` moves them all. Call "
             f"`scaler.group({name!r})` on the scaler itself."
         )
-        raise OptionError(message)
     groups = scaler._hooks.find("groups")
     made = None if groups is None else groups.members.get(name)
     if made is None:
@@ -60,11 +61,10 @@ def group(scaler: Any, name: str, options: dict[str, Any]) -> Any:
         if trace is not None and made.is_enabled():
             feature("record").record(made, trace)
     elif options:
-        message = (
+        raise OptionError(
             f"Scale group {name!r} already exists and its scale is in use. Pass "
             f"{', '.join(options)} with the first `scaler.group({name!r}, ...)`."
         )
-        raise OptionError(message)
     return made
 
 
@@ -72,11 +72,10 @@ def _own_options(options: Options, name: str, changed: dict[str, Any]) -> Option
     """Return a scaler's options with those of a scale group replaced."""
     wrong = sorted(set(changed) - set(_OWN))
     if wrong:
-        message = (
+        raise OptionError(
             f"Scale group {name!r} cannot have its own {', '.join(wrong)}: it belongs "
             f"to the whole scaler. A scale group may differ in {', '.join(_OWN)}."
         )
-        raise OptionError(message)
     if "policy" in changed:  # the other numbers are those of the scaler's own rule
         changed = {**TORCH_DEFAULTS, "min_scale": None, "max_scale": None, **changed}
     return replace(options, **changed)
@@ -104,8 +103,8 @@ def restore(scaler: Any, name: str, options: Options) -> Any:
 class Origins:
     """Maps each parameter to the scale groups that have added to its gradient.
 
-    Tracks only the first losses of each scale group: the loss's graph gives the
-    parameters, and a hook on the loss runs when its backward pass begins.
+    The graphs of the first losses give the parameters.  From then on, a backward pass
+    of a scale group's loss adds to those whose gradient differs after the pass.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -116,34 +115,53 @@ class Origins:
         self._from: Any = WeakTensorKeyDictionary()
 
     def follow(self, name: str, loss: torch.Tensor) -> None:
-        """Register a hook for the beginning of this loss's backward pass."""
+        """Register a hook for the backward pass of this loss."""
+        if not loss.requires_grad:
+            return
         self._left[name] -= 1
-        if self._left[name] < 0:
-            self._from.clear()  # the parameters of this loss are unknown
-        elif loss.requires_grad:
-            reached, _ = graph_of(loss)
+        if self._left[name] >= 0:
+            for param in graph_of(loss)[0]:
+                self._from.setdefault(param, set())
 
-            def begin(_: torch.Tensor) -> None:
-                for param in reached:
-                    kept = self._may_read and _holds_something(param)
-                    before = self._from.get(param, set()) if kept else set()
-                    self._from[param] = before | {name}
+        def begin(_: torch.Tensor) -> None:
+            before = {param: gradient_mark(param) for param in self._from}
+            for param, mark in before.items():
+                others = self._from[param] - {name}
+                if mark is None or (others and not self._is_kept(name, param)):
+                    self._from[param] = set()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._end, name, before))
 
-            loss.register_hook(begin)  # type: ignore[no-untyped-call]
+        loss.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    def _end(self, name: str, before: dict[torch.Tensor, Any]) -> None:
+        for param, mark in before.items():
+            if gradient_mark(param) != mark:
+                self._from[param] = self._from[param] | {name}
+
+    def _is_kept(self, name: str, param: Any) -> bool:
+        """Return whether a gradient is not zero.  Reads a device at first only."""
+        first = self._left[name] >= 0 or backend.in_host_memory(param.grad)
+        return self._may_read and first and _holds_something(param)
 
     def of(self, params: Iterable[torch.Tensor]) -> set[str]:
-        """Return the scale groups that these gradients came from, as far as tracked."""
-        return {name for param in params for name in self._from.get(param, ())}
+        """Return the scale groups that these gradients came from."""
+        held = (param for param in params if param.grad is not None)
+        return {name for param in held for name in self._from.get(param, ())}
 
     def still_in(self, params: Iterable[torch.Tensor]) -> set[str]:
         """Return the same, without gradients that were set to zero since."""
-        known = [param for param in params if param in self._from]
+        known = [param for param in params if self._from.get(param)]
         return self.of(filter(_holds_something, known) if self._may_read else known)
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
-        """Drop the entries of gradients that are now unscaled."""
-        for param in params:
-            self._from.pop(param, None)
+        """Clear the entries of gradients that are now unscaled."""
+        self._from.update({param: set() for param in params if param in self._from})
+
+
+def gradient_mark(param: torch.Tensor) -> tuple[int, int] | None:
+    """Return a value that changes if a backward pass adds to a gradient; None: none."""
+    return None if param.grad is None else (id(param.grad), param.grad._version)
 
 
 def _holds_something(param: torch.Tensor) -> bool:
@@ -205,11 +223,10 @@ class Member(_GroupBase):
     def before_update(self, scaler: Any) -> None:
         """Raise: only the parent's `update` may be called."""
         del scaler
-        message = (
+        raise OptionError(
             f"`update` was called on scale group {self.name!r}, but one call moves all "
             "scales. Call `scaler.update()` once, after every optimizer has stepped."
         )
-        raise OptionError(message)
 
 
 class Groups(_GroupBase):

@@ -50,11 +50,10 @@ def backward(
         >>> scaler.update()
     """
     if not losses or not optimizers:
-        message = (
+        raise OptionError(
             "`scaler.backward` takes losses by scale group and the optimizers that "
             "step: `scaler.backward({'policy': loss_p, 'value': loss_v}, optimizer)`."
         )
-        raise OptionError(message)
     if not scaler.is_enabled():
         total: Any = sum(losses.values())
         total.backward(retain_graph=retain_graph)

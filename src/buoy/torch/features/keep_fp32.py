@@ -84,8 +84,9 @@ def keep_fp32(
     """
     found = _matching(dict(model.named_modules()), names)
     if not found:
-        message = "No module was named. Pass names as in `model.named_modules()`."
-        raise OptionError(message)
+        raise OptionError(
+            "No module was named. Pass names as in `model.named_modules()`."
+        )
     return KeptFp32(found)
 
 
@@ -104,8 +105,7 @@ def _matching(known: Modules, name: Any) -> Modules:
         found = {key: known[key] for key in fits}
         shown = repr(name)
     if not found:
-        message = f"The model has no module {shown}. {_closest(known, name)}"
-        raise OptionError(message)
+        raise OptionError(f"The model has no module {shown}. {_closest(known, name)}")
     return found
 
 

@@ -123,12 +123,11 @@ class LocalScales(Extension):
         """Load what `state_dict` returned."""
         saved, names = state["names"], self.names
         if tuple(saved) != names:
-            message = (
+            raise OptionError(
                 f"The loaded state is of {len(saved)} other blocks ({saved[:3]!r:.60}; "
                 f"these are {len(names)}: {names[:3]!r:.60}). Load it for the same "
                 "blocks, or start without: the scales are found in a few steps."
             )
-            raise OptionError(message)
         self._pending = False
         self._levels.load_state_dict(state)
 
@@ -176,14 +175,13 @@ class LocalScales(Extension):
     def _check_unwritten(self, x: torch.Tensor, index: int) -> None:
         """Raise if a block wrote into its input: autograd would not detect it."""
         if getattr(x, _ENTRY, x._version) != x._version:
-            message = (
+            raise OptionError(
                 f"Block `{self.names[index]}` writes into its input in place (an "
                 "activation with `inplace=True`, or `x += ...`). Inside a block with "
                 "its own scale the input is another tensor over the same memory: "
                 "outside, the new values would be used with the old gradient. Set "
                 "`inplace=False`."
             )
-            raise OptionError(message)
 
     def rescale(self, grad: torch.Tensor, origin: int, target: int) -> torch.Tensor:
         """Rescale a gradient, from one block's factor to another's.
@@ -236,14 +234,13 @@ def _chosen(model: Any, blocks: Any) -> Named:
     except (AttributeError, KeyError, TypeError):  # no such name, no such module, ...
         named = []
     if not named:
-        message = (
+        raise OptionError(
             f"`blocks={blocks!r:.80}` are no blocks of this {type(model).__name__}. "
             "`model` must be a torch.nn.Module. Pass modules of the model as it is now "
             "(not of one that was copied or wrapped since), in the order of the "
             "forward pass, their names, the name of the ModuleList that holds them "
             "('layers'), or their class."
         )
-        raise OptionError(message)
     return named
 
 
@@ -284,27 +281,24 @@ def _check(model: torch.nn.Module, blocks: Named) -> None:
 
 def _check_apart(name: str, part: object, owner: dict[int, str]) -> None:
     if id(part) in owner:
-        message = (
+        raise OptionError(
             f"`{name}` and `{owner[id(part)]}` are the same, in two blocks or inside a "
             "block and outside: the gradient would be a sum of parts with different "
             "factors, which cannot be divided. Untie them, or give blocks that lie "
             "beside each other."
         )
-        raise OptionError(message)
 
 
 def _check_parameter(name: str, param: torch.Tensor) -> None:
     if param.dtype is torch.float16:
-        message = (
+        raise OptionError(
             f"`{name}` is torch.float16: its gradient, divided by the block's factor, "
             "would leave FP16's range again. Keep parameters in float32 and use "
             "`torch.autocast(..., torch.float16)`."
         )
-        raise OptionError(message)
     if hasattr(param, "to_local"):
-        message = (
+        raise OptionError(
             f"`{name}` is a DTensor: sharded layers compute with other tensors than "
             "their parameters, whose gradients a hook on the parameter does not see. "
             "Use plain or DistributedDataParallel models with local scales."
         )
-        raise OptionError(message)

@@ -34,12 +34,6 @@ class Fp16Parameters:
     """Implements the option `fp16_params`."""
 
     def __init__(self, wanted: Literal["error", "master"] | None) -> None:
-        if wanted not in (None, "error", "master"):
-            message = (
-                "`fp16_params` must be None (refuse them if the optimizer is not fused)"
-                f", 'error' (always) or 'master' (keep FP32 copies), got {wanted!r}."
-            )
-            raise OptionError(message)
         self.wanted = wanted
 
     def prepare(self, optimizer: Any, names: Names) -> None:
@@ -67,7 +61,7 @@ class Fp16Parameters:
         halves = [p for p in params if getattr(p.grad, "dtype", None) is torch.float16]
         _check_drift(optimizer, names, halves)
         if self.wanted == "error" or not allow:
-            message = (
+            raise Fp16ParametersError(
                 f"Attempting to unscale FP16 gradients. {len(halves)} parameters of "
                 f"this optimizer are FP16: {_listed(names, optimizer, halves)}. Their "
                 "gradients would underflow when unscaled, and updates smaller than "
@@ -75,7 +69,6 @@ class Fp16Parameters:
                 "`torch.autocast(..., torch.float16)`, or let Buoy keep FP32 copies: "
                 "`GradScaler(..., fp16_params='master')`."
             )
-            raise Fp16ParametersError(message)
 
 
 class MasterWeights:
@@ -110,10 +103,9 @@ class MasterWeights:
         names: Names | None = None,
     ) -> None:
         if rounding not in (None, "nearest", "stochastic"):
-            message = (
+            raise OptionError(
                 f"`rounding` must be None, 'nearest' or 'stochastic', got {rounding!r}."
             )
-            raise OptionError(message)
         self.optimizer, self.rounding = optimizer, rounding
         self._names, self._seed = names or Names(model), seed
         self._pairs: dict[int, _Pair] = {}  # by the parameter's id
@@ -335,12 +327,11 @@ def masters_of(optimizer: Any) -> MasterWeights | None:
 def _widen_gradient(param: Any) -> None:
     """Cast a half-precision gradient to FP32."""
     if not hasattr(param, "grad_dtype"):
-        message = (
+        raise Fp16ParametersError(
             f"torch {torch.__version__} cannot hold an FP32 gradient of an FP16 "
             "parameter, so it could not be unscaled without loss. Use torch 2.10 or "
             "newer, or float32 parameters and `torch.autocast(..., torch.float16)`."
         )
-        raise Fp16ParametersError(message)
     # None: any dtype; backward passes still compute what DDP expects.
     param.grad_dtype = None
     param.grad = param.grad.float()
@@ -354,7 +345,7 @@ def _check_drift(optimizer: Any, names: Names, params: list[torch.Tensor]) -> No
         return
     cast = [one for one in params if one.dtype in HALVES and id(one) in known]
     if cast:
-        message = (
+        raise Fp16ParametersError(
             f"Attempting to unscale FP16 gradients. {len(cast)} parameters of this "
             "optimizer were float32 and are half precision now: "
             f"{_listed(names, optimizer, cast)}. Something cast them between two "
@@ -362,31 +353,28 @@ def _check_drift(optimizer: Any, names: Names, params: list[torch.Tensor]) -> No
             "Go back to a checkpoint, and cast a copy: `copy.deepcopy(model).half()`. "
             "If the cast was meant, build a new optimizer."
         )
-        raise Fp16ParametersError(message)
     known.update(id(one) for one in params if one.dtype not in HALVES)
 
 
 def _check_state(optimizer: Any, names: Names) -> None:
     """Raise for a second set of masters, and for state in half precision."""
     if masters_of(optimizer) is not None:
-        message = (
+        raise Fp16ParametersError(
             "This optimizer has master weights already; a second set would never be "
             "updated. Use the `MasterWeights` that was made first."
         )
-        raise Fp16ParametersError(message)
     for param, state in optimizer.state.items():
         held = state.items() if isinstance(state, dict) else ()
         halves = {n: x for n, x in held if torch.is_tensor(x) and x.dtype in HALVES}
         if halves and state.get("step") == 0:  # Adagrad makes its state when built
             state.update({name: value.float() for name, value in halves.items()})
         elif halves:
-            message = (
+            raise Fp16ParametersError(
                 f"The optimizer's state for {names.described(optimizer, [param])[0]} "
                 "is in half precision already: it stepped, or torch cast what it "
                 "loaded, before it had masters. Call `buoy.torch.MasterWeights("
                 "optimizer)` before its first step and `optimizer.load_state_dict`."
             )
-            raise Fp16ParametersError(message)
 
 
 def _listed(names: Names, optimizer: Any, params: list[torch.Tensor]) -> str:

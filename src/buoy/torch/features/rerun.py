@@ -13,6 +13,7 @@ from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.torch.errors import CallOrderError, OptionError
 from buoy.torch.features.accumulate import all_scalers, guarded
+from buoy.torch.features.groups import gradient_mark
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Work
 from buoy.torch.outcome import LastStep
@@ -67,18 +68,19 @@ def run(
     if not scaler._enabled:
         return _attempt(scaler, step_fn, optimizers)
     if (group := scaler._hooks.find("group")) is not None:
-        message = (
+        raise OptionError(
             f"`run` was called on scale group {group.name!r}, but a step belongs to "
             "all of them: call `scaler.run(...)` and use the scale groups inside."
         )
-        raise OptionError(message)
     if _mid_iteration(scaler):
-        message = (
+        raise CallOrderError(
             "`run` was called in the middle of an iteration: a re-run could not undo "
             "what was unscaled or stepped before it. Let the function given to `run` "
             "be the whole step."
         )
-        raise CallOrderError(message)
+    for one in all_scalers(scaler):
+        if one._hooks.find("run") is None:
+            one._hooks.add(_History(one._log.history))
     batch = _Batch(scaler, **options)
     try:
         while True:
@@ -133,6 +135,24 @@ def _last_steps(scaler: Any) -> dict[LastStep, Any]:
     }
 
 
+class _History(Extension):
+    """Saves the losses of earlier steps, which decide whether a batch is run again."""
+
+    key = "run"
+
+    def __init__(self, losses: Any) -> None:
+        self._losses = losses  # the deque of the scaler's log
+
+    def state_dict(self) -> list[float]:
+        """Return the losses.  Reads on the host."""
+        return backend.read(list(self._losses))
+
+    def load_state_dict(self, state: list[float]) -> None:
+        """Restore them."""
+        self._losses.clear()
+        self._losses.extend(state)
+
+
 class _Batch(Extension):
     """One batch: the state to restore before a re-run, and the scales to try.
 
@@ -149,24 +169,28 @@ class _Batch(Extension):
         generators: Iterable[torch.Generator] = (),
     ) -> None:
         if type(retries) is not int or retries < 0:
-            message = f"`retries` must be a whole number, 0 or more; got {retries!r}."
-            raise OptionError(message)
+            raise OptionError(
+                f"`retries` must be a whole number, 0 or more; got {retries!r}."
+            )
         causes = {retry_on} if isinstance(retry_on, str) else set(retry_on)
         if not causes <= _CURABLE:
-            message = (
+            raise OptionError(
                 f"`retry_on` must be among {sorted(map(str, _CURABLE))}, got "
                 f"{retry_on!r}: other verdicts would come back the same at any scale."
             )
-            raise OptionError(message)
         self.steps: dict[LastStep, Any] = {}  # of one attempt, with their scalers
         self._scaler, self._retries, self._causes = scaler, retries, causes
         self._tries = 0
         self._skipped: dict[Any, float] = {}  # each scale after the first skip
         self._failed: dict[Any, float] = {}  # the lowest scale that overflowed
         self._sizes: dict[Any, torch.Tensor] = {}  # the largest unscaled gradients
-        self._buffers = BufferSnapshot()
-        for module in _modules(scaler, modules):
+        self._buffers, found = BufferSnapshot(), _modules(scaler, modules)
+        for module in found:
             self._buffers.copy(*module.modules())
+        params: list[torch.Tensor] = [p for one in found for p in one.parameters()]
+        for optimizer in scaler._hooks.find("hints").optimizers():
+            params += parameters_of(optimizer)
+        self._before = {param: gradient_mark(param) for param in params}
         self._random = RandomSnapshot(generators)
 
     def prepare_again(self) -> bool:
@@ -181,6 +205,7 @@ class _Batch(Extension):
             self._tries < self._retries
             and all(scale > _lowest(one._rule) for one, scale in guilty.items())
             and all(step.verdict in self._causes for step in missed)
+            and not self._adds_to_others()
         )
         one = next(iter(missed.values()))
         objects = backend.scalar(float(not curable), one._rule.now().tensor.device)
@@ -204,6 +229,16 @@ class _Batch(Extension):
             for one in all_scalers(self._scaler):
                 one._hooks.add(self)
         return True
+
+    def _adds_to_others(self) -> bool:
+        """Warn if the batch changed gradients of parameters that it does not step."""
+        steps = [step.optimizer for step in self.steps]
+        stepped = {p for one in steps if one is not None for p in parameters_of(one)}
+        for param, before in self._before.items():
+            if param not in stepped and gradient_mark(param) not in (before, None):
+                self._scaler._hooks.find("hints").warn("others", _OTHERS)
+                return True
+        return False
 
     def looked(self, scaler: Any, work: Work) -> None:
         """Measure the largest gradient of this attempt."""
@@ -264,6 +299,11 @@ _NO_MODEL = (
     "`run` does not know whose buffers a re-run must restore: batch statistics would "
     "count the batch twice. Build the scaler with `model=...`, or pass "
     "`modules=[...]`; if no module has buffers, pass `modules=()`."
+)
+_OTHERS = (
+    "`run` did not run this batch again: it added to gradients of parameters that it "
+    "does not step, and a re-run would add to them once more. Step all optimizers "
+    "whose gradients the function computes, or run the others' backward pass outside."
 )
 _HALF_A_STEP = (
     "`run` did not run this batch again: one optimizer has stepped, another has not. "
