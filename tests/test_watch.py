@@ -67,6 +67,59 @@ def test_a_largest_gradient_of_zero_says_the_same_as_a_norm():
     assert [stuck.scale for stuck in found] == [8.0]
 
 
+@pytest.mark.parametrize(
+    ("scale", "sizes", "said"),
+    [
+        (2.0**-24, {}, "at the lowest scale, where FP16 gradients are 0"),
+        (2.0**-24, {"norm": 0.0}, "at the lowest scale, where FP16 gradients are 0"),
+        (2.0**64, {"norm": 2.0**-50}, "a scale of 2^64 or more, and almost no"),
+        (2.0**64, {"amax": 2.0**-50}, "they do not carry the scale"),
+        (2.0**100, {"norm": 0.0}, "a scale of 2^64 or more"),
+        (2.0**16, {"norm": 0.0}, "were all exactly 0; the scale is 65536. Nothing is"),
+    ],
+)
+def test_idle_steps_at_any_scale_are_stuck(scale, sizes, said):
+    """Floor, ceiling and zeros are one thing: nothing is learned."""
+    found = []
+    watch = Watch(found.append, 5)
+    for _ in range(12):
+        watch.applied(scale, **sizes)
+    (stuck,) = found
+    assert stuck.zeros == 5
+    assert said in str(stuck)
+    assert "Nothing is learned" in str(stuck)
+
+
+@pytest.mark.parametrize(
+    ("scale", "sizes"),
+    [
+        (2.0**-24, {"norm": 3.0}),
+        (2.0**-23, {}),
+        (2.0**64, {"norm": 2.0**-30}),
+        (2.0**63, {"norm": 2.0**-50}),
+        (2.0**100, {}),
+        (lambda: pytest.fail("read"), {}),
+    ],
+)
+def test_steps_that_may_learn_are_not(scale, sizes):
+    """Large gradients at the floor, BF16 at any scale, a scale that is not read."""
+    watch = Watch(lambda stuck: pytest.fail(str(stuck)), 5)
+    for _ in range(12):
+        watch.applied(scale, **sizes)
+
+
+def test_a_scale_at_the_floor_has_not_settled(caplog):
+    """The line is a warning, and says what such a scale does."""
+    caplog.set_level(logging.INFO)
+    watch = Watch(patience=50)
+    for _ in range(40):
+        watch.skipped(2.0**-24, Verdict.SCALE_TOO_HIGH)
+    watch.applied(2.0**-24)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "40 skipped, fell to 2^-24, where FP16 gradients are 0" in record.message
+
+
 def test_a_warning_names_the_line_that_called():
     """Not one inside of Buoy."""
     with warnings.catch_warnings(record=True) as caught:

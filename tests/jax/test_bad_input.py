@@ -1,6 +1,6 @@
 """Mistakes get an error that names the leaf and the cure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -180,3 +180,80 @@ def test_errors_come_before_anything_is_lost():
     _, state = jax.jit(tx().update)(PARAMS, state, PARAMS)
 
     assert last_step(state).applied
+
+
+def damaged(name, value):
+    """Replace one part of a good state."""
+    state = tx().init(PARAMS)
+    if name.startswith("scaling."):
+        part = {name.partition(".")[2]: value}
+        return replace(state, scaling=replace(state.scaling, **part))
+    return replace(state, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("steps", None, "NoneType"),
+        ("steps", jnp.ones(()), "float32"),
+        ("steps", jnp.zeros(3, int), r"int32 of shape \(3,\)"),
+        ("rows", jnp.zeros((64, 3)), r"shape \(64, 3\)"),
+        ("rows", jnp.zeros((0, 7)), r"shape \(0, 7\)"),
+        ("rows", jnp.zeros((9, 7)), "as many as `bad`"),
+        ("rows", "text", "str"),
+        ("bad", jnp.zeros((64, 1), bool), r"shape \(64, 1\)"),
+        ("scaling.scale", None, "NoneType"),
+        ("scaling.scale", jnp.zeros((), int), "int32"),
+        ("scaling.scale", jnp.ones(2), r"shape \(2,\)"),
+        ("scaling.clean_steps", "7", "str"),
+    ],
+)
+def test_damaged_states_are_refused(name, value, found):
+    """By field and value, before anything is computed."""
+    with pytest.raises(StructureError, match=f"damaged: its `{name}` is .*{found}"):
+        tx().update(PARAMS, damaged(name, value), PARAMS)
+
+
+@pytest.mark.parametrize("scale", [jnp.nan, 0.0, -8.0, jnp.inf, 1e-40])
+def test_a_saved_scale_that_cannot_be_used_comes_back_within_its_bounds(scale):
+    """No weight changes by it, and the next steps go on."""
+    state = damaged("scaling.scale", jnp.asarray(scale, jnp.float32))
+    step = jax.jit(tx().update)
+    updates, state = step(PARAMS, state, PARAMS)
+    assert all(not jnp.any(update) for update in jax.tree.leaves(updates))
+    assert last_step(state).skipped
+    assert 2.0**-24 <= scale_of(state) <= 2.0**64
+    _, state = step(PARAMS, state, PARAMS)
+    assert last_step(state).applied
+
+
+def test_the_state_of_another_model_is_refused():
+    """Also if gradients and parameters agree with each other."""
+    state = tx().init({"w": jnp.ones(2)})
+    with pytest.raises(StructureError, match="No parameter for"):
+        tx().update(PARAMS, state, PARAMS)
+
+
+def test_the_state_of_other_settings_is_refused():
+    """Gradients are scaled by the state's policy, and unscaled by the update's."""
+    other = loss_scaled(optax.adam(1e-3), buoy.Backoff(growth_interval=7))
+    with pytest.raises(StructureError, match="growth_interval=7.*growth_interval=2000"):
+        tx().update(PARAMS, other.init(PARAMS), PARAMS)
+
+
+def test_the_last_step_inside_of_jit_is_refused():
+    """With what to use there."""
+    state = tx().init(PARAMS)
+    _, state = tx().update(PARAMS, state, PARAMS)
+    feed = buoy.jax.Feed(None)
+    for call in (lambda s: last_step(s).applied, lambda s: repr(last_step(s)), feed):
+        with pytest.raises(buoy.BuoyError, match="inside of `jit`.*applied_of"):
+            jax.jit(call)(state)
+
+
+@pytest.mark.parametrize("held", [None, 1, [], {"model": 1}, {1: 2}])
+def test_damaged_flax_states_are_refused(held):
+    """By kind and content."""
+    serialization = pytest.importorskip("flax.serialization")
+    with pytest.raises(StructureError, match="The saved state is no LossScaledState"):
+        serialization.from_state_dict(tx().init(PARAMS), held)

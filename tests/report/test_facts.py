@@ -11,6 +11,7 @@ import buoy.report
 from buoy import TraceError, Verdict
 from buoy.report import Run, sum_up, summary
 from buoy.report.heat import columns
+from buoy.report.parts import _tiles
 from buoy.report.thin import thinned
 from buoy.trace import Counts, Recorder, Recording, Row, Shot
 
@@ -98,6 +99,18 @@ def test_what_was_lost_or_cut_short_is_said():
     assert "7 rows were lost" in text
     assert "was killed" in text
     assert said(run([])).headline == "Nothing was recorded yet"
+
+
+@pytest.mark.parametrize(("scale", "amax"), [(2.0**-24, 0.0), (2.0**64, 2.0**-50)])
+def test_a_run_that_learns_nothing_says_so(scale, amax):
+    """In the headline and in the tile; no advice about the skips that led there."""
+    look = Shot(100, scale, {"w": Counts(-20, (50, 50), zeros=0, size=100)})
+    recording = run([True, False] * 50 + [True] * 60, scale=scale, amax=amax)
+    recording.shots.append(look)
+    found = said(recording)
+    assert (found.level, found.headline) == ("trouble", "Stuck: nothing is learned")
+    assert not any("growth interval" in sentence for sentence in found.sentences)
+    assert "all: nothing is learned" in _tiles(sum_up(recording))
 
 
 def test_half_of_the_last_steps_or_zeros_at_the_end_are_stuck():

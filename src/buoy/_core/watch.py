@@ -1,8 +1,10 @@
 """Detect training without progress: one log line per episode, one alarm if stuck.
 
 Training is stuck if `patience` steps in a row were skipped, if more than half of the
-last 4 x `patience` steps were, or if the gradients of `patience` applied steps in a row
-were all exactly zero.  Front ends, report and doctor use this definition.
+last 4 x `patience` steps were, or if `patience` applied steps in a row were idle: their
+gradients were all exactly zero, or so small at a scale of 2^64 that they were nothing,
+or were not measured at a scale of 2^-24, where FP16 gradients are zero.  Front ends,
+report and doctor use this definition.
 """
 
 import logging
@@ -12,14 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from buoy._core.bounds import MIN_SCALE
 from buoy._core.errors import OptionError, StuckError, StuckWarning
 from buoy._core.step import Row
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy._core.warn import warn
 
-__all__ = ["PATIENCE", "OnStuck", "Stuck", "Watch", "count_stuck", "window_of"]
+__all__ = [
+    "PATIENCE",
+    "OnStuck",
+    "Stuck",
+    "Watch",
+    "count_stuck",
+    "is_idle",
+    "window_of",
+]
 
 PATIENCE = 50
+_CEILING = 2.0**64  # the highest scale of `Backoff` and `Headroom`
+_NOTHING = 2.0**-40  # norm of gradients that move no weight
 _QUIET = 20  # clean steps between two lines, unless an episode has doubled
 
 
@@ -35,13 +48,23 @@ class Stuck:
     skipped: int  # in a row, or within the window
     window: int  # steps looked at; equal to `skipped` for a row
     scale: float
-    verdict: Verdict  # `applied` where the gradients were all zero
+    verdict: Verdict  # `applied` where the steps were idle
     offenders: tuple[str, ...] = ()
-    zeros: int = 0  # steps in a row whose gradients were all exactly zero
+    zeros: int = 0  # steps in a row that were idle: gradients zero, or as good as zero
 
     @property
     def what(self) -> str:
         """What happened, without its cause."""
+        if self.zeros and self.scale >= _CEILING:
+            return (
+                f"the last {self.zeros:,} steps had a scale of 2^64 or more, and "
+                "almost no gradients"
+            )
+        if self.zeros and self.scale <= MIN_SCALE:
+            return (
+                f"the last {self.zeros:,} steps were at the lowest scale, where FP16 "
+                "gradients are 0"
+            )
         if self.zeros:
             return f"the gradients of the last {self.zeros:,} steps were all exactly 0"
         if self.window > self.skipped:
@@ -51,10 +74,23 @@ class Stuck:
     @property
     def why(self) -> str:
         """The cause and the remedy, as sentences."""
+        if self.zeros and self.scale >= _CEILING:
+            return (
+                "Nothing is learned. Either the gradients vanish, or they do not carry "
+                "the scale: then each is divided by a scale that it was never "
+                "multiplied by. Take them from a loss that was scaled."
+            )
+        if self.zeros and self.scale <= MIN_SCALE:
+            return (
+                "Nothing is learned. Overflows lowered the scale to this, and it rises "
+                "slowly. Find what overflowed, or return to an earlier checkpoint; "
+                "then set a higher scale."
+            )
         if self.zeros:
             return (
-                "Either they underflow at this scale, or the loss does not depend on "
-                "the parameters. Raise the scale, and check what the loss is made of."
+                "Nothing is learned. Either they underflow at this scale, or the loss "
+                "does not depend on the parameters. Raise the scale, and check what "
+                "the loss is made of."
             )
         return VERDICTS[self.verdict].sentences
 
@@ -66,6 +102,25 @@ class Stuck:
 
 OnStuck = Literal["warn", "raise"] | Callable[[Stuck], object]
 Look = Callable[[], tuple[Verdict, tuple[str, ...]]]
+
+
+def is_idle(scale: float, norm: float | None, amax: float | None) -> bool | None:
+    """Return whether an applied step learned nothing; None if that is not known.
+
+    `norm` and `amax` are those of its unscaled gradients, None if not measured.
+
+    Example:
+        >>> is_idle(2.0**16, 0.0, None), is_idle(2.0**16, 0.5, None)
+        (True, False)
+        >>> is_idle(2.0**-24, None, None), is_idle(2.0**16, None, None)
+        (True, None)
+    """
+    if norm == 0.0 or amax == 0.0:
+        return True
+    if norm is None and amax is None:
+        return True if scale <= MIN_SCALE else None
+    size = norm if norm is not None else amax
+    return scale >= _CEILING and size is not None and size < _NOTHING
 
 
 def window_of(patience: int = PATIENCE) -> int:
@@ -125,7 +180,7 @@ class Watch:
         self.steps = 0  # with a known outcome
         self.skips = 0
         self.row = 0  # steps skipped in a row
-        self.zeros = 0  # steps in a row whose gradients were all zero
+        self.zeros = 0  # applied steps in a row that were idle
         self._log = logging.getLogger(logger)
         self._clean = 0  # steps since the last skip
         self._ever_clean = False
@@ -165,11 +220,13 @@ class Watch:
         self._ever_clean = True
         if self._alarmed and self._clean >= _QUIET:
             self._alarmed = False
-        if norm == 0.0 or amax == 0.0:
+        # A scale that only the device has is not read for this.
+        idle = is_idle(1.0 if callable(scale) else scale, norm, amax)
+        if idle:
             self.zeros += 1
             if self.zeros == self.patience:
                 self._alarm(_all_zero(self.zeros, _number(scale)))
-        elif norm is not None or amax is not None:
+        elif idle is not None:
             self.zeros = 0
 
     def skipped(
@@ -217,14 +274,17 @@ class Watch:
         if self.steps - self._logged_at < _QUIET and self._episode < 2 * self._logged:
             return  # log it together with the next one
         cause = max(self._verdicts, key=lambda verdict: self._verdicts[verdict])
-        meaning = VERDICTS[cause]
+        meaning, after = VERDICTS[cause], _number(scale)
+        normal, end = meaning.normal, f"settled at {_power(after)}"
+        if after <= MIN_SCALE:
+            normal, end = False, f"fell to {_power(after)}, where FP16 gradients are 0"
         self._log.log(
-            logging.INFO if meaning.normal else logging.WARNING,
-            "%s: %d skipped, settled at %s: %s",
+            logging.INFO if normal else logging.WARNING,
+            "%s: %d skipped, %s: %s",
             "overflow" if self._ever_clean else "warm-up",
             self._episode,
-            _power(_number(scale)),
-            "normal" if meaning.normal else f"{cause.value}, {meaning.text}",
+            end,
+            "normal" if normal else f"{cause.value}, {meaning.text}",
         )
         self._logged, self._logged_at = self._episode, self.steps
         self._episode, self._verdicts, self._first = 0, {}, ()

@@ -13,10 +13,11 @@ from buoy._core.state import Seen
 from buoy._core.step import decide
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
+from buoy.jax.carried import check_read
 from buoy.jax.errors import NoScaleError, StructureError
 from buoy.jax.masters import keeps_masters
 from buoy.jax.skip import apply_or_skip
-from buoy.jax.state import UNKNOWN, LossScaledState
+from buoy.jax.state import UNKNOWN, LossScaledState, check_state
 from buoy.jax.survey import Survey, agreed, measure, survey
 
 __all__ = ["Options", "advance"]
@@ -52,6 +53,7 @@ def advance(
     before = foresight.foreseen(policy, state.scaling, loss)
     scales = _scales(state.scaling, before)
     flat = jax.tree.leaves(grads)
+    check_read(state.plan, flat)
     branch = may_branch(flat)
     looked = _look(options, flat, scales, state.steps, branch=branch)
     norm = looked.norm * scales.inverse
@@ -99,14 +101,22 @@ def _check(options: Options, grads: Any, state: Any, params: Any) -> None:
             "from `init`, or build `loss_scaled` with the policy of the checkpoint."
         )
         raise StructureError(message)
+    if state.plan.policy != options.policy:
+        message = (
+            f"The state was made with {state.plan.policy!r}, and this `loss_scaled` "
+            f"follows {options.policy!r}. Gradients would be scaled by one and "
+            "unscaled by the other. Start from `init`, or build `loss_scaled` with the "
+            "policy of the state."
+        )
+        raise StructureError(message)
+    check_state(state)
     leaves.check_floats(grads, "gradient")
     if params is not None:
         leaves.check_same(grads, params)
-    elif leaves.names_of(grads) != state.plan.names:
-        raise StructureError(
-            leaves.difference(leaves.names_of(grads), state.plan.names)
-        )
-    named = dict(zip(leaves.names_of(grads), jax.tree.leaves(grads), strict=True))
+    names, count = leaves.names_of(grads), len(state.plan.names)
+    if len(names) != count or (params is None and names != state.plan.names):
+        raise StructureError(leaves.difference(names, state.plan.names))
+    named = dict(zip(names, jax.tree.leaves(grads), strict=True))
     check_axes(named, options.axes, "gradient")
 
 
@@ -115,9 +125,12 @@ def _scales(planned: Any, foreseen: Any) -> _Scales:
 
     Gradients always have the planned scale, that of `scale_of(opt_state)`.  A backward
     pass that would overflow ran at a lower one; `value_and_grad` corrected for it.
+    A scale that cannot be used, of a damaged checkpoint, makes the step a skipped one.
     """
     scale = foresight.single(planned.scale)
-    return _Scales(1.0 / scale, foresight.single(foreseen.scale) / scale)
+    usable = (planned.scale > 0.0) & (planned.scale < jnp.inf)
+    inverse = jnp.where(usable, 1.0 / scale, jnp.inf)
+    return _Scales(inverse, foresight.single(foreseen.scale) / scale)
 
 
 def _look(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from buoy.jax.carried import note_read
 from buoy.jax.errors import BuoyWarning, NoScaleError, SeveralScalesError
 from buoy.jax.flax import register_with_flax
 from buoy.jax.state import LossScaledState
@@ -26,7 +27,9 @@ def scale_of(opt_state: Any) -> jax.Array:
         >>> scale_of(tx.init(jnp.ones(2)))
         Array(1024., dtype=float32)
     """
-    scale: jax.Array = find(opt_state).scaling.scale
+    state = find(opt_state)
+    note_read(state.plan)
+    scale: jax.Array = state.scaling.scale
     return scale
 
 

@@ -40,14 +40,20 @@ def _to_dict(state: Any) -> dict[str, Any]:
     return {name: to_state_dict(getattr(state, name)) for name in _names(state)}
 
 
-def _from_dict(target: Any, held: dict[str, Any]) -> Any:
-    names = _names(target)
-    if set(names) != set(held):
-        kind = type(target).__name__
+def _from_dict(target: Any, held: Any) -> Any:
+    names, kind = _names(target), type(target).__name__
+    if not isinstance(held, dict):
         message = (
-            f"The saved state is no {kind}: it holds {', '.join(sorted(held))}, and "
-            f"{', '.join(sorted(names))} are needed. Build `loss_scaled` with the "
-            "policy and the inner transformation that were saved."
+            f"The saved state is no {kind}: it is {held!r:.60}. Pass what flax's "
+            "`to_state_dict` or `to_bytes` returned for such a state."
+        )
+        raise StructureError(message)
+    if set(names) != set(held):
+        message = (
+            f"The saved state is no {kind}: it holds "
+            f"{', '.join(sorted(map(str, held)))}, and {', '.join(sorted(names))} are "
+            "needed. Build `loss_scaled` with the policy and the inner transformation "
+            "that were saved."
         )
         raise StructureError(message)
     from_state_dict = sys.modules["flax.serialization"].from_state_dict

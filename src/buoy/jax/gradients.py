@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes
+from buoy.jax.carried import note_read
 from buoy.jax.errors import LossError
 from buoy.jax.find import find
 from buoy.jax.state import LossScaledState
@@ -51,6 +52,7 @@ def value_and_grad(
 
     def differentiate(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         state = find(opt_state)
+        note_read(state.plan)
         if transform is jax.value_and_grad and not options.get("allow_int"):
             _check_arguments(args, argnums)
 

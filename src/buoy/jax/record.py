@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from buoy._core.feed import BINS, Records, feed
 from buoy._core.watch import PATIENCE, OnStuck, Watch
 from buoy.jax.errors import OptionError
-from buoy.jax.find import find, scale_of
+from buoy.jax.find import find
 from buoy.jax.leaves import names_of
 from buoy.jax.state import LossScaledState
-from buoy.jax.step import read_rows
+from buoy.jax.step import check_concrete, read_rows
 from buoy.trace.counts import Counts
 
 __all__ = ["Feed"]
@@ -78,6 +78,7 @@ class Feed:
     def __call__(self, opt_state: Any) -> None:
         """Take the state after a step."""
         state = find(opt_state)
+        check_concrete(state, "Feed")
         if self._calls == 0:
             self._begin(state)
         self._calls += 1
@@ -91,7 +92,7 @@ class Feed:
 
         `opt_state` must be the state that they were computed with.
         """
-        step = int(find(opt_state).steps)
+        state = find(opt_state)
         counted = jax.device_get(_exponents(jax.tree.leaves(grads)))
         sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
         tensors = {
@@ -99,7 +100,7 @@ class Feed:
             for name, bins, size in zip(names_of(grads), counted, sizes, strict=True)
         }
         recorder: Any = self._recorder
-        recorder.histograms(step, float(scale_of(opt_state)), tensors)
+        recorder.histograms(int(state.steps), float(state.scaling.scale), tensors)
 
     def flush(self) -> None:
         """Write all pending steps; this waits for the last one."""

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from buoy._core.policies.policy import Policy
-from buoy.jax.errors import UnhashablePolicyError
+from buoy.jax.errors import StructureError, UnhashablePolicyError
 
 __all__ = [
     "COLUMNS",
     "UNKNOWN",
     "LossScaledState",
     "Plan",
+    "check_state",
     "initial_state",
     "make_plan",
 ]
@@ -96,6 +97,47 @@ def initial_state(
         rows=jnp.full((history, len(COLUMNS)), UNKNOWN, jnp.float32),
         bad=jnp.zeros((history, len(plan.names)), jnp.bool_),
         plan=plan,
+    )
+
+
+def check_state(state: LossScaledState) -> None:
+    """Raise for a damaged state, naming the field; reads only shapes and dtypes."""
+    expected = {
+        "steps": (jnp.integer, ()),
+        "rows": (jnp.floating, (None, len(COLUMNS))),
+        "bad": (jnp.bool_, (None, len(state.plan.names))),
+    }
+    for name, (kind, shape) in expected.items():
+        _check_array(name, getattr(state, name), kind, shape)
+    if jnp.shape(state.rows)[0] != jnp.shape(state.bad)[0]:
+        raise _damaged("rows", state.rows, f"{len(state.bad)} rows, as many as `bad`")
+    for item in fields(state.scaling):
+        value = getattr(state.scaling, item.name)
+        if value is not None or item.name == "scale":
+            kind = jnp.floating if item.name == "scale" else None
+            _check_array(f"scaling.{item.name}", value, kind, ())
+
+
+def _check_array(name: str, value: Any, kind: Any, shape: tuple[Any, ...]) -> None:
+    dtype, found = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or found is None:
+        raise _damaged(name, value, "an array")
+    if kind is not None and not jnp.issubdtype(dtype, kind):
+        raise _damaged(name, value, f"an array of {kind.__name__} numbers")
+    fits = len(found) == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, found, strict=True)
+    )
+    if not fits or 0 in found[:1]:
+        raise _damaged(name, value, f"an array of shape {shape}".replace("None", "n"))
+
+
+def _damaged(name: str, value: Any, expected: str) -> StructureError:
+    kind = f"{getattr(value, 'dtype', type(value).__name__)}"
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    return StructureError(
+        f"This state of `loss_scaled` is damaged: its `{name}` is {kind}{shape}, and "
+        f"must be {expected}. Restore it into the structure of `tx.init(params)`, or "
+        "start from there. A state that `vmap` or `pmap` made belongs inside of them."
     )
 
 

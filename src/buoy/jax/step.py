@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from buoy._core.errors import DeviceModeError
 from buoy._core.state import Step
 from buoy._core.step import Row
 from buoy._core.verdicts import HISTORY, Verdict, judge_losses
@@ -14,7 +15,7 @@ from buoy.jax.find import find
 from buoy.jax.leaves import dtype_of
 from buoy.jax.state import COLUMNS, UNKNOWN, LossScaledState
 
-__all__ = ["LastStep", "applied_of", "last_step", "read_rows"]
+__all__ = ["LastStep", "applied_of", "check_concrete", "last_step", "read_rows"]
 
 
 def applied_of(opt_state: Any) -> jax.Array:
@@ -54,7 +55,9 @@ def last_step(opt_state: Any, params: Any = None) -> "LastStep":
         >>> step.applied, step.verdict.value, step.offenders, step.next_scale
         (False, 'scale_too_high', ('w',), 32768.0)
     """
-    return LastStep(find(opt_state), params)
+    state = find(opt_state)
+    check_concrete(state, "last_step")
+    return LastStep(state, params)
 
 
 class LastStep:
@@ -149,6 +152,18 @@ class LastStep:
             )
             raise NoStepError(message)
         return self._read[-1]
+
+
+def check_concrete(state: LossScaledState, caller: str) -> None:
+    """Raise if the state is traced: its numbers do not exist yet."""
+    if isinstance(state.steps, jax.core.Tracer):
+        message = (
+            f"`{caller}` needs the numbers of a step, and this state is traced, inside "
+            "of `jit`, `scan` or another transformation. Return the state and call "
+            f"`{caller}` outside; inside, `applied_of(opt_state)` and "
+            "`scale_of(opt_state)` are arrays."
+        )
+        raise DeviceModeError(message)
 
 
 def read_rows(state: LossScaledState) -> list[Row]:

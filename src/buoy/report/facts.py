@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from buoy._core.formats import FORMATS, Format
 from buoy._core.verdicts import Verdict
-from buoy._core.watch import window_of
+from buoy._core.watch import PATIENCE, is_idle, window_of
 from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
@@ -51,7 +51,7 @@ class Facts:
     row: int  # skipped in a row at the end
     recent: int  # steps: the last ones, of which
     recent_skips: int  # so many were skipped
-    zeros: int  # applied at the end with gradients that were all exactly zero
+    zeros: int  # applied at the end without effect: see `is_idle`
     verdicts: dict[Verdict, int]
     first_scale: float
     last_scale: float
@@ -66,6 +66,11 @@ class Facts:
     offenders: tuple[tuple[str, int], ...]  # how often, most often first
     lost: int
     ended: bool
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last steps learned nothing although they were applied."""
+        return self.zeros >= PATIENCE
 
     @property
     def skipped_share(self) -> float:
@@ -127,10 +132,10 @@ def _row(rows: Sequence[Row]) -> int:
 def _zeros(rows: Sequence[Row]) -> int:
     count = 0
     for row in reversed(rows):
-        if row.applied and 0.0 in (row.norm, row.amax):
-            count += 1
-        elif row.applied and (row.norm is not None or row.amax is not None):
+        idle = is_idle(row.scale, row.norm, row.amax) if row.applied else None
+        if idle is False:
             break
+        count += bool(idle)
     return count
 
 

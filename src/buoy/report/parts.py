@@ -61,7 +61,7 @@ def _tiles(found: Facts) -> str:
             ("skipped_share", "of all steps", share(found.skipped_share)),
             ("scale", "scale at the end", power(found.last_scale)),
             ("headroom", "headroom, median", _bits(found.headroom)),
-            ("zero", "gradients zero", _NOTHING if seen is None else share(seen.zero)),
+            ("zero", "gradients zero", _zero(found)),
             (
                 "subnormal",
                 "gradients subnormal",
@@ -70,6 +70,13 @@ def _tiles(found: Facts) -> str:
             ("loss", "last loss", _number(found.last_loss)),
         ]
     )
+
+
+def _zero(found: Facts) -> str:
+    """Return the share of zeros; the norm of every step outweighs a rare look."""
+    if found.idle:
+        return "all: nothing is learned"
+    return _NOTHING if found.shares is None else share(found.shares.zero)
 
 
 def _bits(bits: float | None) -> str:

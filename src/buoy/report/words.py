@@ -51,7 +51,7 @@ Finding = tuple[Level, str, str]
 
 def _stuck(found: Facts) -> list[Finding]:
     skips = count_stuck(found.row, found.recent_skips, found.recent)
-    if skips is None and found.zeros < PATIENCE:
+    if skips is None and not found.idle:
         return []
     stuck = Stuck(
         *(skips or (0, 0)),
@@ -60,7 +60,8 @@ def _stuck(found: Facts) -> list[Finding]:
         zeros=0 if skips else found.zeros,
     )
     what = f"{stuck.what[0].upper()}{stuck.what[1:]}. {stuck.why}"
-    return [("trouble", "Stuck: training does not move", what)]
+    headline = "Stuck: training does not move" if skips else "Stuck: nothing is learned"
+    return [("trouble", headline, what)]
 
 
 def _grave(found: Facts) -> list[Finding]:
@@ -78,7 +79,7 @@ def _grave(found: Facts) -> list[Finding]:
 def _often(found: Facts) -> list[Finding]:
     later = found.skipped - found.warm_up_skips
     share_ = later / max(found.steps, 1)
-    if share_ <= _OFTEN or found.row >= PATIENCE:
+    if share_ <= _OFTEN or found.row >= PATIENCE or found.idle:
         return []
     what = (
         f"{_steps(later)} skipped after the warm-up, {share(share_)} of all. The scale "

@@ -116,19 +116,24 @@ class StepLog:
 
     def _note(self, ended: Ended, stepped: list[LastStep], *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
-        after = partial(_read, ended.scales[1])
+        after = ended.scales[1]
         bad = None
         for outcome in stepped:
             bad = outcome if outcome._applied is False and bad is None else bad
         if finite or (bad is None and stepped):
-            norm = _sizes(ended.works)[0]
-            self.watch.applied(after, norm=None if norm is None else _plain(norm))
+            norm, amax = _sizes(ended.works)
+            scale = after if isinstance(after, float) else partial(_read, after)
+            size = None if norm is not None or amax is None else _plain(amax)
+            if size and isinstance(ended.scales[0], float):
+                size /= ended.scales[0]
+            norm = None if norm is None else _plain(norm)
+            self.watch.applied(scale, norm=norm, amax=size)
         elif bad is not None:
-            self.watch.skipped(after(), bad.verdict, bad.offenders)
+            self.watch.skipped(_read(after), bad.verdict, bad.offenders)
         else:  # checked and non-finite, but the user did not call `step`
             history = backend.read(list(self.history))
             losses = backend.read(list(ended.iteration.losses))
-            self.watch.skipped(after(), judge_losses(losses, history))
+            self.watch.skipped(_read(after), judge_losses(losses, history))
 
     def _write(self, ended: Ended, stepped: list[LastStep]) -> None:
         """Make a step's row now, or start copying its numbers to the host."""

@@ -1,0 +1,52 @@
+"""A run that learns nothing says so, although every step is applied."""
+
+import logging
+
+import pytest
+import torch
+
+from buoy.torch import GradScaler
+
+HIDDEN = pytest.mark.parametrize("visible", [True, False])
+
+
+def train(scaler, factors, clip=None):
+    """Step once per factor, of the gradients."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for factor in factors:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * factor).backward()
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@HIDDEN
+def test_a_scale_at_its_floor_is_stuck(visible, monkeypatch, caplog):
+    """NaN drives it down; FP16 gradients are zero there, and it rises slowly."""
+    if not visible:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda _: False)
+    caplog.set_level(logging.INFO)
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=60)
+    train(scaler, [float("nan")] * 45 + [1.0] * 100)
+    _ = scaler.last_step.applied
+    assert [stuck.zeros for stuck in alarms] == [60]
+    assert "at the lowest scale, where FP16 gradients are 0" in str(alarms[0])
+    assert any("fell to 2^-24" in record.getMessage() for record in caplog.records)
+    assert not any("settled" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("policy", "clip"), [(None, 1.0), ("headroom", None), ("headroom", 1.0)]
+)
+def test_gradients_of_zero_are_stuck(policy, clip):
+    """Whether the norm was measured, or only the largest gradient."""
+    alarms = []
+    scaler = GradScaler("cpu", policy=policy, on_stuck=alarms.append, patience=20)
+    train(scaler, [1.0] * 30 + [0.0] * 19 + [1.0], clip)
+    assert alarms == []
+    train(scaler, [0.0] * 30, clip)
+    assert [stuck.zeros for stuck in alarms] == [20]
