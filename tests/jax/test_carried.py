@@ -136,7 +136,7 @@ def test_a_run_of_plain_gradients_is_stuck_at_the_ceiling(policy, tmp_path):
     found = []
     with buoy.trace.Recorder(tmp_path / "run.buoy") as recorder:
         feed = Feed(recorder, patience=20, on_stuck=found.append)
-        for _ in range(100):
+        for _ in range(400):
             params, state = step(params, state)
             feed(state)
         feed.flush()

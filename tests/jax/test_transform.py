@@ -264,6 +264,21 @@ def test_inner_state_of_half_parameters_is_float32():
     assert 0 < after.inner[0].nu[0] < 1e-12
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_norm_beyond_float32_is_no_step_of_zeros(max_norm, compiled):
+    """Every gradient is finite; clipped by an infinite norm, all would be zero."""
+    tx = loss_scaled(optax.sgd(1.0), "backoff", max_norm=max_norm)
+    update = jax.jit(tx.update) if compiled else tx.update
+    params = jnp.zeros(100)
+    updates, state = update(jnp.full(100, 2e38), tx.init(params), params)
+    assert last_step(state).skipped
+    assert scale_of(state) == 2.0**15
+    updates, state = update(jnp.full(100, 2e36), state, params)
+    assert last_step(state).applied
+    assert np.all(np.asarray(updates) < -0.09)
+
+
 @given(
     st.lists(
         st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=2, max_size=5

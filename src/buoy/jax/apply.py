@@ -148,9 +148,14 @@ def _look(
 
 
 def _seen(looked: Survey, scales: _Scales) -> Seen:
+    """Return what the policy is shown.
+
+    A norm beyond float32 is an overflow, too: clipped by it, all gradients would be 0.
+    """
     amax = looked.amax
+    measurable = jnp.isfinite(looked.norm) & jnp.isfinite(looked.norm * scales.inverse)
     return Seen(
-        finite=jnp.logical_not(jnp.any(looked.bad)),
+        finite=jnp.logical_not(jnp.any(looked.bad)) & measurable,
         amax_log2=None if amax is None else _log2(amax * scales.lowered),
         **looked.measured,
     )
