@@ -227,6 +227,13 @@ def test_a_saved_scale_that_cannot_be_used_comes_back_within_its_bounds(scale):
     assert last_step(state).applied
 
 
+def test_plain_numbers_in_a_state_are_as_good_as_arrays():
+    """Some formats of checkpoints return them."""
+    state = damaged("scaling.scale", 8.0)
+    _, state = jax.jit(tx().update)(PARAMS, replace(state, steps=3), PARAMS)
+    assert last_step(state).applied
+
+
 def test_the_state_of_another_model_is_refused():
     """Also if gradients and parameters agree with each other."""
     state = tx().init({"w": jnp.ones(2)})

@@ -146,3 +146,15 @@ def test_masters_and_clipping_compose_with_a_static_scale():
     updates, _ = tx.update(jnp.full(4, 80.0, jnp.float16), tx.init(params), params)
 
     assert [-0.5] * 4 == updates.tolist()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_master_beyond_fp16_makes_no_infinite_weight(sign):
+    """The parameter stays at FP16's largest number, and follows when it returns."""
+    tx = loss_scaled(master_weights(optax.sgd(1.0)), buoy.Static(init_scale=1.0))
+    params = jnp.full(2, sign * 65504.0, jnp.float16)
+    state = tx.init(params)
+    for grad, expected in ((-500.0, 65504.0), (-500.0, 65504.0), (1504.0, 64992.0)):
+        updates, state = tx.update(jnp.full(2, sign * grad), state, params)
+        params = optax.apply_updates(params, updates)
+        assert [sign * expected] * 2 == params.tolist()

@@ -109,6 +109,9 @@ def _differences(params: Any, after: Any, moved: Any) -> Any:
     def difference(param: Any, new: Any, step: Any) -> Any:
         if not _is_half(param):
             return step
-        return new.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
+        # A master may leave FP16's range; its parameter stays at the largest number.
+        top = jnp.finfo(param.dtype).max.astype(jnp.float32)  # type: ignore[no-untyped-call]
+        rounded = jnp.clip(new, -top, top).astype(param.dtype)
+        return rounded.astype(jnp.float32) - param.astype(jnp.float32)
 
     return jax.tree.map(difference, params, after, moved)

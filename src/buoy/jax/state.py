@@ -119,7 +119,9 @@ def check_state(state: LossScaledState) -> None:
 
 
 def _check_array(name: str, value: Any, kind: Any, shape: tuple[Any, ...]) -> None:
-    dtype, found = getattr(value, "dtype", None), getattr(value, "shape", None)
+    plain = isinstance(value, (bool, int, float))
+    dtype = jnp.result_type(value) if plain else getattr(value, "dtype", None)
+    found = () if plain else getattr(value, "shape", None)
     if dtype is None or found is None:
         raise _damaged(name, value, "an array")
     if kind is not None and not jnp.issubdtype(dtype, kind):
