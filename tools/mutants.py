@@ -47,7 +47,11 @@ _EVERYDAY = tuple(
 )
 _TORCH = (_EVERYDAY, ("-m", "not slow", "tests/torch"))
 _RANKS = ("tests/distributed/test_ranks.py",)
-_CORE = ("tests/test_step.py", "tests/torch/test_verdicts.py")
+_CORE = (
+    "tests/test_step.py",
+    "tests/test_scale_bounds.py",
+    "tests/torch/test_verdicts.py",
+)
 _JAX = (
     ("tests/jax/test_steps.py", "tests/jax/test_gradients.py"),
     ("-m", "not slow", "tests/jax"),
