@@ -356,6 +356,17 @@ def norm_in(
         backend.in_host_memory = seen
 
 
+def norm_of_one_group(name: str) -> float:
+    """Take the norm with one group for all parameters, though some are replicas."""
+    layout = placed(name)
+    scaler = GradScaler("cpu", 64.0, norm_group=dist.group.WORLD)
+    layout.reset(scaler)
+    optimizer = OPTIMIZERS["sgd"](layout.params())
+    optimizer.zero_grad()
+    layout.backward(scaler, 0)
+    return scaler.clip_grad_norm_(optimizer, 1e30).item()
+
+
 def collectives(name: str) -> dict[str, int]:
     """Count what is sent to clip and step."""
     layout = placed(name)

@@ -48,11 +48,7 @@ def _stray(kind: str, parallel: str, sync: Any) -> Any:
             if step == 0 or (step == 1 and kind == "clips later"):
                 before = [param.detach().clone() for param in model.parameters()]
             optimizer.zero_grad()
-            if kind.endswith("after a window"):
-                with scaler.accumulate(1, optimizer) as window:
-                    window.backward(whole(torch.ones(4, 3)).square().mean())
-            else:
-                scaler.scale(whole(torch.ones(4, 3)).square().mean()).backward()
+            _backward(scaler, optimizer, whole(torch.ones(4, 3)).square().mean(), kind)
             _clip(scaler, optimizer, kind, alone=alone, first=step == 0)
             scaler.step(optimizer)
             scaler.update()
@@ -62,6 +58,16 @@ def _stray(kind: str, parallel: str, sync: Any) -> Any:
     return "nothing happened", None
 
 
+def _backward(scaler: Any, optimizer: Any, loss: torch.Tensor, kind: str) -> None:
+    if kind.endswith("after a window"):
+        with scaler.accumulate(1, optimizer) as window:
+            window.backward(loss)
+    elif kind.endswith("a sum"):
+        scaler.backward({"one": loss}, optimizer)
+    else:
+        scaler.scale(loss).backward()
+
+
 def _clip(scaler: Any, optimizer: Any, kind: str, *, alone: bool, first: bool) -> None:
     if "by hand" in kind:
         scaler.unscale_(optimizer)
@@ -69,6 +75,25 @@ def _clip(scaler: Any, optimizer: Any, kind: str, *, alone: bool, first: bool) -
     everybody = kind == "clips later" and first
     if kind.startswith("clips") and (alone or everybody):
         scaler.clip_grad_norm_(optimizer, 1.0, order)
+
+
+def evaluations(bad: bool) -> Any:
+    """Step by a closure that overflows on rank 1, once; give what every rank has."""
+    model = layer()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    scaler, found = GradScaler("cpu", 64.0), []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            spoilt = bad and step == 1 and dist.get_rank() == 1
+            return model(torch.ones(4, 3)).square().mean() * (
+                math.inf if spoilt else 1.0
+            )
+
+        scaler.step(optimizer, closure)
+        scaler.update()
+        found.append((scaler.last_step.applied, scaler.get_scale()))
+    return found, [param.tolist() for param in model.parameters()]
 
 
 def read_after_unscale(clip: bool) -> Any:

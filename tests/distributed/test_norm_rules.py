@@ -86,6 +86,19 @@ def test_sharded_parameters_that_say_nothing_need_the_model(name, crew_of):
         assert applied
 
 
+def test_one_group_for_all_counts_replicas_twice(crew_of):
+    """As the documents warn: experts beside a router need a group per parameter."""
+    model = placements.ALL["routed"].whole()
+    x, y = batch(0)
+    mse(model(x), y).backward()
+    shared = sum(p.grad.double().square().sum() for p in model.shared.parameters())
+    expected = math.sqrt(whole_norm("routed") ** 2 + shared.item())
+
+    assert expected / whole_norm("routed") > 1.05
+    for norm in crew_of(2).run(placements.norm_of_one_group, "routed"):
+        assert expected == pytest.approx(norm, rel=2e-6)
+
+
 def test_units_in_stages_need_both(crew_of):
     """With the model alone ranks hold different parts."""
     for error in crew_of(4).outcomes(

@@ -59,6 +59,7 @@ STRAYS = {
     "clips by hand": "clipping by the largest gradient",
     "clips 2-norm by hand": "clipping by a norm, after `unscale_`",
     "clips after a window": "clipping by a norm, after `unscale_`",
+    "clips a sum": "clipping by a norm, after `unscale_`",
     "guards": "clipping by a norm",
     "guards by hand": "clipping by a norm, after `unscale_`",
     "foresees": "scaling a loss",
@@ -83,6 +84,16 @@ def test_where_nobody_reads_ranks_that_differ_skip(kind, parallel, crew_of):
     for message, untouched in crew_of(2).run(strays.stray, kind, parallel, True):
         assert "Ranks" in message
         assert untouched
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_all_ranks_evaluate_a_closure_or_none_steps(bad, crew_of):
+    """An overflow of one ends the step of all."""
+    one, two = crew_of(2).run(strays.evaluations, bad)
+
+    assert one == two
+    assert [True, not bad, True] == [applied for applied, _ in one[0]]
+    assert (32.0 if bad else 64.0) == one[0][-1][1]
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -169,6 +169,12 @@ class Iteration:
         self.compiled_looks: tuple[Any, ...] = ()
         self.compiled_steps: tuple[Any, ...] = ()
 
+    def report_through(self, scalers: list[Any]) -> None:
+        """Let another scaler's log report whether ranks differ."""
+        for one in scalers[:1] if self.differs is not None else ():
+            both = [x for x in (self.differs, one._iteration.differs) if x is not None]
+            one._iteration.differs, self.differs = torch.stack(both).max(), None
+
 
 def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
     """Combine the flags of several devices on one; None if there are none.

@@ -275,6 +275,7 @@ class Groups(_GroupBase):
             for one in filter(_works, busy):
                 if one not in learning:
                     one._iteration.losses.clear()  # the scale groups have their own
+                    one._iteration.report_through(learning)
                 ending.callback(one._update, idle=True)
 
 
