@@ -241,6 +241,24 @@ def test_what_is_loaded_after_a_failed_forward_pass_stays():
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_guarded_model_is_compiled_without_a_break(inside):
+    """Guarded before or after it is compiled."""
+    model = model_with_buffers()
+    scaler = GradScaler("cpu")
+    scaler.guard(model) if inside else None
+    whole = torch.compile(model, fullgraph=True, backend="eager")
+    scaler.guard(whole)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step(scaler, whole, optimizer, 0)
+    before = buffers(model)
+
+    step(scaler, whole, optimizer, 1, bad=True)
+
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_an_accumulated_iteration_goes_back_to_its_beginning(set_to_none):
     """Without a window: the gradients of the first micro-batch are still there."""

@@ -239,8 +239,13 @@ def test_the_scale_that_fits_is_that_of_unclipped_gradients(whole):
     ("policy", "after"), [("static", 2.0**20), (None, 2.0**19), ("backoff", 2.0**19)]
 )
 @pytest.mark.parametrize("error", [False, True])
-def test_used_up_retries_count_as_one_skip(sync, policy, after, error):
+@pytest.mark.parametrize("hidden", [False, True])
+def test_used_up_retries_count_as_one_skip(
+    sync, policy, after, error, hidden, monkeypatch
+):
     """A batch that overflows at any scale does not drive the scale down."""
+    if hidden:  # as on a device
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     scaler = GradScaler("cpu", policy=policy, init_scale=2.0**20, sync=sync)

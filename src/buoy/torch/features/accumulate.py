@@ -97,11 +97,13 @@ class _Guarded(Extension):
 
     def _after_forward(self, called: Any, args: Any, output: Any) -> None:  # noqa: ARG002
         """Notice the backward pass of this forward pass."""
+        if torch.compiler.is_compiling() or not self.copies[0]:
+            return
 
         def notice(_: torch.Tensor) -> None:
             self._used = True
 
-        for tensor in tree_leaves(output) if self.copies[0] else ():
+        for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(notice)  # type: ignore[no-untyped-call]
 
