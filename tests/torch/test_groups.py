@@ -14,6 +14,7 @@ from nets import OPTIMIZERS, loss_of, net, spoil
 from no_host_reads import no_host_reads
 
 from buoy import Verdict
+from buoy._backends import torch as backend
 from buoy.torch import (
     BuoyWarning,
     CallOrderError,
@@ -206,6 +207,25 @@ def test_containers_on_a_device_are_refused():
     before = weights(pairs)
 
     with pytest.raises(DeviceModeError, match="keeps `list` as list"):
+        iterate(scaler, pairs, 0)
+
+    assert all(map(torch.equal, before, weights(pairs)))
+
+
+class Own(torch.optim.AdamW):
+    """Of a class whose state before the first step is unknown."""
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_joint_step_that_cannot_be_undone_is_not_applied_by_half(last, monkeypatch):
+    """Where the host reads nothing; the partner is restored, too."""
+    monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    pairs = list(two("fused adamw"))
+    pairs[last] = pairs[last][0], Own(pairs[last][0].parameters(), fused=True)
+    scaler = GradScaler("cpu", skip="joint", init_scale=4.0)
+    before = weights(pairs)
+
+    with pytest.raises(DeviceModeError, match="does not know what Own keeps"):
         iterate(scaler, pairs, 0)
 
     assert all(map(torch.equal, before, weights(pairs)))

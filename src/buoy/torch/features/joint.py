@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, parameters_of, take_survey
 from buoy._backends.torch.snapshot import OptimizerSnapshot
-from buoy.torch.errors import OptionError
+from buoy.torch.errors import DeviceModeError, OptionError
 from buoy.torch.features.groups import Origins, wrong_scale
 from buoy.torch.hooks import Extension, is_foreign
 from buoy.torch.iteration import Flags, Freshness, Work, combined
@@ -212,11 +212,16 @@ class Joint(Extension):
             guilty = [one for one, bad in zip(taken, flags, strict=True) if bad]
             if not guilty:
                 return
-        for one in reversed(taken):
-            if not guilty:  # only the device has the outcome
-                one.snapshot.restore_where(found > 0)
-            elif one.work.finite is not False:
+        try:
+            for one in reversed(taken):
+                if not guilty:  # only the device has the outcome
+                    one.snapshot.restore_where(found > 0)
+                elif one.work.finite is not False:
+                    one.snapshot.restore()
+        except DeviceModeError:
+            for one in reversed(taken):
                 one.snapshot.restore()
+            raise
         for one in taken:
             outcome: Any = one.work.outcome
             outcome.skip_with_others(found, applied=False if guilty else None)
