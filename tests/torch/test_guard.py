@@ -241,6 +241,38 @@ def test_what_is_loaded_after_a_failed_forward_pass_stays():
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.parametrize("bad", [1.0, math.inf])
+def test_a_closure_that_raises_changes_no_buffer(bad):
+    """Nor do its copies stay: what is written after it is kept by the next skip."""
+    model = model_with_buffers()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    scaler, height = GradScaler("cpu"), [1.0]
+    scaler.guard(model)
+
+    def closure():
+        return model(batch(0)[0]).square().mean() * height[0]
+
+    def failing():
+        closure()
+        raise KeyError
+
+    scaler.step(optimizer, closure)
+    scaler.update()
+    before = buffers(model)
+    with pytest.raises(KeyError):
+        scaler.step(optimizer, failing)
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+    set_by_hand(model)
+    before, height[0] = buffers(model), bad
+    scaler.step(optimizer, closure)
+    scaler.update()
+
+    assert scaler.last_step.applied is (bad == 1.0)
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]) is (bad != 1.0), name
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_guarded_model_is_compiled_without_a_break(inside):
     """Guarded before or after it is compiled."""

@@ -20,7 +20,7 @@ from buoy.torch.errors import CallOrderError, OptionError
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Freshness, Measured, Work, combined, merged
 
-__all__ = ["Window", "accumulate", "all_scalers", "guard", "guarded"]
+__all__ = ["Window", "accumulate", "all_scalers", "guard", "guarded", "undo_buffers"]
 
 
 # -- guarded buffers -------------------------------------------------------------------
@@ -69,6 +69,15 @@ def all_scalers(scaler: Any) -> list[Any]:
     return [root] if groups is None else [root, *groups.members.values()]
 
 
+def undo_buffers(scaler: Any, optimizer: Any) -> None:
+    """Restore the guarded models of an optimizer whose step has raised an error."""
+    held = set(parameters_of(optimizer))
+    for one in guarded(scaler):
+        if not held.isdisjoint(one.model.parameters()):
+            one.copies[0].restore()
+            one.drop()
+
+
 def guarded(scaler: Any) -> "list[_Guarded]":
     """Return the guarded models of a scaler, or of a scale group's scaler."""
     extensions = all_scalers(scaler)[0]._hooks.extensions
@@ -86,10 +95,10 @@ class _Guarded(Extension):
             if module is model or module._buffers:  # it may be called by itself
                 module.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
-        model.register_load_state_dict_post_hook(self._drop)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(self.drop)  # type: ignore[no-untyped-call]
         self._used = False  # a backward pass began in the graph of this iteration
 
-    def _drop(self, *_: Any) -> None:
+    def drop(self, *_: Any) -> None:
         """Drop the copies: the next forward pass makes new ones."""
         self._used = False
         for copies in self.copies:
@@ -112,7 +121,7 @@ class _Guarded(Extension):
         training = called.training and not torch.compiler.is_compiling()
         if training and torch.is_grad_enabled():
             if self._abandoned():
-                self._drop()
+                self.drop()
             modules = list(called.modules()) if called is self.model else [called]
             for copies in self.copies:
                 copies.copy(*modules)
@@ -137,7 +146,7 @@ class _Guarded(Extension):
         mine = [o for o in outcomes if not own.isdisjoint(parameters_of(o.optimizer))]
         for outcome in mine or outcomes:
             _restore(self.copies[0], outcome.found, outcome._applied)
-        self._drop()
+        self.drop()
 
     def end_micro_batch(self, found: torch.Tensor, finite: bool | None) -> None:
         """Restore the buffers if the micro-batch was dropped."""

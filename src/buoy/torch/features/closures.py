@@ -17,6 +17,7 @@ from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot
 from buoy._core.ops import single
 from buoy.torch.errors import CallOrderError, DeviceModeError
+from buoy.torch.features.accumulate import undo_buffers
 from buoy.torch.iteration import Freshness, Measured, Work, combined
 from buoy.torch.optimizers import read_found_inf
 
@@ -65,6 +66,7 @@ def step(
     except BaseException as error:
         snapshot.restore()
         if not isinstance(error, _OverflowError):
+            undo_buffers(scaler, optimizer)
             raise
     if work.finite is None:
         snapshot.restore()

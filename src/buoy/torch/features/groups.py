@@ -191,18 +191,16 @@ class _GroupBase(Extension):
     def __init__(self, name: str, origins: Origins) -> None:
         self.name, self.origins, self.parent = name, origins, origins.parent
 
-    def loss_scaled(self, scaler: Any, loss: Any, scaled: torch.Tensor) -> None:
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: torch.Tensor) -> None:  # noqa: ARG002
         """Detect a backward pass into gradients that another of them inspected."""
-        del scaler, loss
         for one in self.origins.scalers:
             for work in one._per_optimizer_states.values():
                 if work.freshness is not None:
                     work.freshness.expect_backward()
         self.origins.follow(self.name, scaled)
 
-    def before_step(self, scaler: Any, work: Work) -> None:
+    def before_step(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
         """Raise for gradients that have another scale, or are already unscaled."""
-        del scaler
         found = self.origins.of(parameters_of(work.optimizer))
         if self.name if work.combined else found - {self.name}:
             raise wrong_scale("step", self.name, found)
@@ -213,16 +211,14 @@ class Member(_GroupBase):
 
     key = "group"
 
-    def stepped(self, scaler: Any, work: Work) -> None:
+    def stepped(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
         """Add the step to the parent's log, too."""
-        del scaler
         if (parent := self.parent()) is not None:
             log = parent._log
             log.last = log.by_optimizer[id(work.optimizer)] = work.outcome
 
-    def before_update(self, scaler: Any) -> None:
+    def before_update(self, scaler: Any) -> None:  # noqa: ARG002
         """Raise: only the parent's `update` may be called."""
-        del scaler
         raise OptionError(
             f"`update` was called on scale group {self.name!r}, but one call moves all "
             "scales. Call `scaler.update()` once, after every optimizer has stepped."

@@ -110,9 +110,8 @@ class Hints(Extension):
         elif self._lookalikes is not None and scaler._names.looks_like(held):
             self._lookalikes.add(id(optimizer))
 
-    def skipped(self, scaler: Any, work: Work) -> None:
+    def skipped(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
         """Keep references to the gradients that were not finite."""
-        del scaler
         outcome = work.outcome
         if outcome is not None and outcome.found is not None:
             outcome.stale = work.stale

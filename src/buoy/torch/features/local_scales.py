@@ -98,12 +98,11 @@ class LocalScales(Extension):
         self._follow()
         return tuple(backend.read(list(self._levels.factors)))
 
-    def looked(self, scaler: Any, work: Work) -> None:
+    def looked(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
         """Replace `amax_log2` by that of the gradients outside of all blocks.
 
         Inside, the factors keep them in range.
         """
-        del scaler
         outside = self._levels.outside()
         if outside is not None and "amax_log2" in work.measured:
             work.measured["amax_log2"] = outside
