@@ -116,7 +116,12 @@ def in_fp32(*, gain: float = 8.0) -> tuple[float, int]:
 
 def with_one_scale(exponent: int, *, hopeless: int | None = None) -> tuple[float, int]:
     """Train in FP16 with one scale that does not move."""
-    scaler = GradScaler("cpu", policy="static", init_scale=2.0**exponent)
+    scaler = GradScaler(
+        "cpu",
+        policy="static",
+        init_scale=2.0**exponent,
+        on_stuck=lambda _: None,  # that nothing is learned is what is shown
+    )
     return train(scaler, hopeless=hopeless)
 
 

@@ -252,12 +252,14 @@ def overlaps(fused: bool) -> bool:
     return scaler.last_step.applied
 
 
-def collectives(max_norm: float | None, policy: str | None) -> dict[str, int]:
+def collectives(
+    max_norm: float | None, policy: str | None, by_hand: bool
+) -> dict[str, int]:
     """Count what one step sends, once it runs."""
     model = layer()
     optimizer = OPTIMIZERS["fused"](model.parameters())
     scaler = GradScaler("cpu", 64.0, policy=policy)
-    schedule = Schedule((), max_norm=max_norm)
+    schedule = Schedule((), max_norm=max_norm, by_hand=by_hand)
     for step in range(3):
         optimizer.zero_grad()
         if step == 2:

@@ -223,9 +223,12 @@ def test_looking_does_not_wait_for_the_others(fused, crew_of):
     ("max_norm", "policy", "count"),
     [(None, None, 1), (1.0, None, 1), (None, "headroom", 2), (1.0, "headroom", 2)],
 )
-def test_what_is_sent_is_what_the_documents_say(max_norm, policy, count, crew_of):
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_is_sent_is_what_the_documents_say(
+    max_norm, policy, count, by_hand, crew_of
+):
     """One all-reduce per step, also to clip replicas; one more to foresee."""
-    for found in crew_of(2).run(tasks.collectives, max_norm, policy):
+    for found in crew_of(2).run(tasks.collectives, max_norm, policy, by_hand):
         assert {"gloo:all_reduce": count} == found
 
 
