@@ -459,6 +459,24 @@ def test_one_optimizer_may_take_turns_with_groups():
         assert scaler.last_step.applied
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_one_optimizer_may_take_turns_in_run(own):
+    """The group that scaled the loss steps, not the one that stepped before."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    turns = [scaler.group("one"), scaler if own else scaler.group("two")]
+    for step in range(8):
+        turn = turns[step % 2]
+        scaler.run(
+            lambda turn=turn, step=step: turn.scale(loss_of(model, step)).backward(),
+            optimizer,
+            modules=(),
+        )
+
+        assert turn.last_step.applied
+
+
 # -- state ----------------------------------------------------------------------------
 
 

@@ -109,15 +109,12 @@ def _attempt(scaler: Any, step_fn: Callable[[], _R], optimizers: tuple[Any, ...]
 def _stepper(scaler: Any, optimizer: Any) -> Any:
     """Return the scale group whose loss this optimizer's gradients come from."""
     groups, key = scaler._hooks.find("groups"), id(optimizer)
-    if groups is None or not scaler._enabled:
+    if groups is None or not scaler._enabled or key in scaler._per_optimizer_states:
         return scaler
-    own = scaler._per_optimizer_states.get(key)
-    if own is not None and own.combined:
-        return scaler
-    origins = groups.origins.of(parameters_of(optimizer))
-    for name, member in groups.members.items():
-        stepped = key in member._per_optimizer_states or key in member._log.by_optimizer
-        if stepped or name in origins:
+    for name in groups.origins.of(parameters_of(optimizer)):
+        return groups.members.get(name, scaler)
+    for member in groups.members.values():
+        if key in member._per_optimizer_states or key in member._log.by_optimizer:
             return member
     return scaler
 
