@@ -11,7 +11,8 @@ from buoy import Headroom, Seen
 
 pytest.importorskip("numpy")
 
-from benchmarks.headroom.compare import grid, judge
+from benchmarks.headroom.compare import judge
+from benchmarks.headroom.lanes import grid
 from benchmarks.headroom.split import ALL, FRESH, HELD_OUT, TUNING, UNTOUCHED
 
 SETS = {"tuned": TUNING, "held out": HELD_OUT, "later": FRESH, "last": UNTOUCHED}

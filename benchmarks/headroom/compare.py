@@ -21,11 +21,10 @@ import numpy as np
 
 import buoy
 from benchmarks.headroom import split
-from benchmarks.headroom.regimes import REGIMES, shifts
-from buoy._core.ops import PLAIN
+from benchmarks.headroom.regimes import REGIMES
 
 LIMIT = math.log2(65504.0)
-ZERO, SMALL, EVERY = -25.0, -20.0, 16
+ZERO, SMALL = -25.0, -20.0
 TRACES = Path(__file__).parent / "traces"
 
 
@@ -40,16 +39,6 @@ class Shares:
         self.low, self.block = packed["low"], block
         total = np.cumsum(counts, 1) / counts.sum(1, keepdims=True)
         self.below = np.pad(total, ((0, 0), (1, 0)))
-
-    def at(self, steps: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-        """Return the share of each step's gradients below its 2^cut."""
-        rows, whole = steps // self.block, np.floor(cuts)
-        last = self.below.shape[1] - 1
-        i = np.clip(whole - self.low, -1, last).astype(int)
-        part = np.where(i < 0, 0, np.exp2(cuts - whole) - 1)
-        low, high = np.clip(i, 0, None), np.clip(i + 1, 0, last)
-        below = self.below[rows, low]
-        return below + part * (self.below[rows, high] - below)
 
 
 @dataclass
@@ -71,58 +60,6 @@ def load(name: str) -> Recorded:
         np.array(raw["loss_log2"]) / 64,
         Shares(raw["weights"], raw["block"]),
         Shares(raw["activations"], raw["block"]),
-    )
-
-
-def small_share(trace: Recorded, step: int, cut: float) -> float:
-    """Return what a survey sees: the small among the stored, nonzero gradients."""
-    gone, small = trace.weights.at(
-        np.array([step, step]), np.array([ZERO, SMALL]) - cut
-    )
-    return float((small - gone) / max(1 - gone, 1e-9))
-
-
-def run(policy: Any, trace: Recorded, shift: np.ndarray, loss: str) -> np.ndarray:
-    """Return skips per 1000 steps and the % of weight and activation gradients lost.
-
-    `loss` is "moves" (with the gradients), "blind" (as recorded) or "unseen".
-    """
-    sizes, looks = (trace.amax + shift).tolist(), "loss" in policy.wants
-    losses = np.exp2(trace.loss + (shift if loss == "moves" else 0)).tolist()
-    used, skips, state = np.zeros(len(sizes)), 0, policy.init()
-    for step, size in enumerate(sizes):
-        if looks and loss != "unseen":
-            state = policy.foresee(state, losses[step], ops=PLAIN)
-        k = used[step] = math.log2(state.scale)
-        finite = size + k <= LIMIT
-        skips += not finite
-        share = None
-        if looks and step % EVERY == 0:
-            share = small_share(trace, step, k + shift[step])
-        seen = buoy.Seen(finite, size + k if finite else math.inf, share)
-        state = policy.update(state, seen, ops=PLAIN)
-    steps, cuts = np.arange(len(sizes)), ZERO - used - shift
-    lost = [
-        shares.at(steps, cuts).mean() for shares in (trace.weights, trace.activations)
-    ]
-    return np.array([1000 * skips / len(sizes), *(100 * share for share in lost)])
-
-
-def grid(policy: Any, names: tuple[str, ...], loss: str, seed: int = 0) -> np.ndarray:
-    """Run everything: [trace, regime, (skips, weights, activations)]."""
-    return np.array(
-        [
-            [
-                run(
-                    policy,
-                    load(name),
-                    shifts(regime, name, len(load(name).amax), seed),
-                    loss,
-                )
-                for regime in REGIMES
-            ]
-            for name in names
-        ]
     )
 
 
@@ -156,6 +93,8 @@ def judge(ours: np.ndarray, torch: np.ndarray) -> Criteria:
 
 def main() -> None:
     """Print the table and the counts."""
+    from benchmarks.headroom.lanes import grid
+
     which = (sys.argv[1:] or ["all"])[0].upper()
     names = getattr(split, which)
     torch = grid(buoy.policy("torch"), names, "moves")

@@ -11,6 +11,7 @@ from typing import Any
 
 from buoy._core.errors import BuoyError, StateVersionError
 from buoy._core.ops import Scalar
+from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.registry import saved_classes
 
@@ -110,7 +111,14 @@ def _plain(value: Scalar) -> Any:
 
 
 def _upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a `Backoff` saved before presets had their own class."""
+    """Upgrade a `HeadroomState` without a ceiling, and a `Backoff` of a preset.
+
+    The first was saved before the rule had a ceiling, the second before presets had
+    their own class.
+    """
+    if saved.get("kind") == "HeadroomState" and "clean" in saved:
+        kept = {name: value for name, value in saved.items() if name != "clean"}
+        return _encode(Headroom().init()) | kept
     moved = {"quirks", "growth_step"}
     if saved.get("kind") != "Backoff" or not moved <= saved.keys():
         return saved

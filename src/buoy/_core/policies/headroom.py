@@ -27,14 +27,19 @@ UNSET = -(2.0**21)
 
 SAFETY = 0.75 * UNIT  # margin beyond the largest remembered spike, plus half its
 SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
-BESIDE = 1.0 * UNIT  # margin above the last step, which may be the new level
 BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
-DEAREST = 2.0 * UNIT  # margin that is kept even if gradients underflow
-FAINTEST = -256.0 * UNIT  # level at which zero gradients stop lowering it
+CHEAPEST = 2.0 * UNIT  # margin that is kept even if gradients underflow
 FADE = UNIT / 64  # decrease of the level per step of zero gradients
 WILD = 256.0  # a log2 of larger magnitude was not measured
 RETREAT = 8.0  # bits down on overflow, up on zeros: one low step beats two lost
-FAST, SLOW = 32.0, 2000.0  # steps per bit without amax, before and after overflow
+BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
+
+# The ceiling.  Patience and hold are steps.
+HIT, MISSED = 1.0, 4.0  # bits down at the ceiling: if it has risen, if it has not
+LEAST, MOST = 4.0, 2048.0  # hold
+RECUR = 8.0  # growth of the hold when an overflow recurs
+HASTE = 4.0  # patience falls by this factor when the ceiling rises
+FORGET = 512.0  # steps below the ceiling in which the hold falls to 1/e
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,10 @@ class HeadroomState:
     margin: Scalar  # learned: how far single steps exceed the envelope
     free: Scalar  # margin that costs no underflow
     overflows: Scalar  # in a row
-    clean: Scalar  # finite steps since the scale moved; only without amax
+    ceiling: Scalar  # log2 of the highest scale to use
+    patience: Scalar  # finite steps at the ceiling after which it rises
+    waited: Scalar  # finite steps at the ceiling so far
+    hold: Scalar  # patience of a ceiling that proves right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +91,27 @@ class Headroom:
                 with spike = last a - max(a, E)
             underflow measured: free margin up while nothing is lost, else down;
                 learned margin down to 2 where it costs more than `cost_share`
-            planned = floor(max_log2 - max(E + max(margin, free), a + 1))
+            at the ceiling: after `patience` such steps, ceiling + 1, patience / 4
+            planned = floor(max_log2 - max(E + max(margin, free), a + 0.75)), at most
+                the ceiling
         overflow:
-            planned = k - 8, and the first in a row counts as a = max_log2 - k + 2
-            with 1 more margin; the next finite step shows whether it was a spike
+            planned = ceiling = k - 8 (k - 16, k - 32, ... if in a row)
+            the first in a row counts as a = max_log2 - k + 2; the next finite step
+            shows whether it was a spike of a, a new level of a, or neither
         all gradients zero:
-            planned = k + 8 before the first measurement, else E released
+            planned = k + 8 before the first measurement, else E released;
+            not above 2^32, not above the ceiling
 
     Two steps in a row move a level, a single step only the margin: a spike does not
     lower the scale for long, and a lasting jump is followed at once.
+
+    The ceiling is for what the weights' gradients do not show: an overflow in an
+    activation gradient, or tasks that alternate.  After an overflow it rises by 1 at
+    each step, until it no longer matters or until the scale overflows at it: then
+    ceiling = k - 1 (k - 4 if it has not risen since that happened last), for `hold`
+    steps.  `hold` grows 8-fold, from 4 to 2048, when that happens and when the next
+    finite step shows a level of a that explains the overflow (then ceiling = planned);
+    it falls slowly while the scale is below the ceiling.
 
     Example:
         >>> policy = Headroom()
@@ -173,7 +193,10 @@ class Headroom:
             margin=2 * UNIT,
             free=0.0,
             overflows=0.0,
-            clean=0.0,
+            ceiling=self.constants.highest,
+            patience=1.0,
+            waited=0.0,
+            hold=LEAST * UNIT,
         )
 
     def applies(self, seen: Seen) -> Scalar:
@@ -207,7 +230,10 @@ class Headroom:
             state.margin,
             state.free,
             state.overflows,
-            state.clean,
+            state.ceiling,
+            state.patience,
+            state.waited,
+            state.hold,
         )
 
     def update(
@@ -216,12 +242,11 @@ class Headroom:
         """Return the next state from the findings of this step."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
-        where, finite, amax = ops.where, seen.finite, seen.amax_log2
+        where, finite = ops.where, seen.finite
+        amax = math.nan if seen.amax_log2 is None else seen.amax_log2
         limit, widest = self.constants.limit, self.constants.widest
         used = ops.floor(ops.log2(state.scale) + 0.5)
         overflows = where(finite, 0.0, state.overflows + 1.0)
-        if amax is None:
-            return self._probe(state, used, overflows, ops)
         measured = finite & (amax > -WILD) & (amax < WILD)
         zero = finite & (amax < -WILD)
         # Only the first overflow in a row counts: the others may be NaN from the
@@ -236,15 +261,19 @@ class Headroom:
             spare = limit - used * UNIT - level
             margin, free = self._price(margin, free, spare, seen.underflow, ops)
             free = where(measured, free, state.free)
-        margin = where(measured, margin, state.margin + where(first, UNIT, 0.0))
+        margin = where(measured, margin, state.margin)
         margin = where(margin < widest, margin, widest)
-        faint = zero & (state.envelope > FAINTEST)
+        faint = zero & (state.planned < BLIND)
         level = where(measured, level, state.envelope - where(faint, FADE, 0.0))
         top = level + where(margin > free, margin, free)
-        top = where(measured & (news + BESIDE > top), news + BESIDE, top)
+        top = where(measured & (news + SAFETY > top), news + SAFETY, top)
         k = ops.floor((limit - top) / UNIT)
-        k = where(known | measured, k, used + where(zero, RETREAT, 0.0))
-        k = self._bound(where(finite, k, used - RETREAT), ops)
+        up = where(used + RETREAT < BLIND, used + RETREAT, BLIND)
+        up = where(used < up, up, used)
+        k = where(known | measured, k, up)
+        explained = measured & known & (state.overflows > 0.0)
+        explained = explained & (size > state.last - 2.0 * BEYOND)
+        k, *ceiling = self._ceiling(state, used, k, finite, overflows, explained, ops)
         beyond = where(first, limit - used * UNIT + BEYOND, state.last)
         return HeadroomState(
             ops.exp2(k),
@@ -257,7 +286,50 @@ class Headroom:
             margin,
             free,
             overflows,
-            state.clean,
+            *ceiling,
+        )
+
+    def _ceiling(
+        self,
+        state: HeadroomState,
+        used: Scalar,
+        k: Scalar,
+        finite: Scalar,
+        overflows: Scalar,
+        explained: Scalar,
+        ops: Ops,
+    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar]:
+        """Return the planned exponent and the four fields of the ceiling."""
+        where, floor, hold = ops.where, ops.floor, state.hold
+        at = used >= state.ceiling
+        first = overflows == 1.0
+        hit = first & at
+        # How long a ceiling holds.
+        growth = where(hit | explained, RECUR, 1.0)
+        fallen = hold - floor(hold / FORGET)
+        longer = where(finite & (used < state.ceiling), fallen, hold) * growth
+        longer = where(longer < MOST * UNIT, longer, MOST * UNIT)
+        longer = where(longer > LEAST * UNIT, longer, LEAST * UNIT)
+        # Finite steps at the ceiling raise it.
+        waited = where(finite & at, state.waited + 1.0, state.waited)
+        rises = finite & at & (waited >= state.patience)
+        patience = where(rises, floor(state.patience / HASTE), state.patience)
+        patience = where(explained, floor(hold / UNIT), patience)
+        ceiling = state.ceiling + where(rises, 1.0, 0.0)
+        ceiling = where(explained & (k < ceiling), k, ceiling)
+        # An overflow lowers it: far to search from there, little where it was right.
+        missed = state.patience >= floor(hold / UNIT)
+        back = RETREAT * ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
+        back = where(hit, where(missed, MISSED, HIT), back)
+        ceiling = self._bound(where(finite, ceiling, used - back), ops)
+        patience = where(finite, patience, where(hit, floor(longer / UNIT), 1.0))
+        k = self._bound(where(finite & (k < ceiling), k, ceiling), ops)
+        return (
+            k,
+            ceiling,
+            where(patience > 1.0, patience, 1.0),
+            where(rises | explained, 0.0, where(finite, waited, 0.0)),
+            longer,
         )
 
     def _levels(
@@ -320,38 +392,11 @@ class Headroom:
         wanted = where(wanted < up, where(wanted > down, wanted, down), up)
         wanted = where(wanted < c.freest, wanted, c.freest)
         wanted = where(wanted > 0.0, wanted, 0.0)
-        down = where(margin - 2 * UNIT > DEAREST, margin - 2 * UNIT, DEAREST)
+        down = where(margin - 2 * UNIT > CHEAPEST, margin - 2 * UNIT, CHEAPEST)
         dear = spare + c.cost_log2
         dear = where(dear > down, dear, down)
         known = underflow >= 0.0  # not measured is NaN
         return where(known & (dear < margin), dear, margin), where(known, wanted, free)
-
-    def _probe(
-        self, state: HeadroomState, used: Scalar, overflows: Scalar, ops: Ops
-    ) -> HeadroomState:
-        """Grow and shrink by `finite` only: for front ends that do not measure amax."""
-        where, limit = ops.where, self.constants.limit
-        finite = overflows == 0.0
-        patience = where(state.envelope > UNSET, SLOW, FAST)
-        clean = where(finite, state.clean + 1.0, 0.0)
-        grow = clean >= patience
-        back = ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
-        k = where(finite, state.planned + where(grow, 1.0, 0.0), used - back)
-        k = self._bound(k, ops)
-        _, _, loss_level, _ = self._levels(state, state.last, ops)
-        return HeadroomState(
-            scale=ops.exp2(k),
-            planned=k,
-            envelope=where(finite, state.envelope, limit - used * UNIT),
-            last=state.last,
-            loss_envelope=where(finite, loss_level, state.loss_envelope),
-            last_loss=where(finite, state.loss, state.last_loss),
-            loss=state.loss * 0.0 + UNSET,
-            margin=state.margin,
-            free=state.free,
-            overflows=overflows,
-            clean=where(grow, 0.0, clean),
-        )
 
     def _bound(self, k: Scalar, ops: Ops) -> Scalar:
         """Clamp an exponent to the bounds of the scale."""
