@@ -142,3 +142,53 @@ def test_torchs_rule_written_as_a_policy_equals_its_kernel(growth, backoff):
         scaler.update()
         state = policy.update(state, Seen(finite=event == "ok"))
         assert scaler.get_scale() == state.scale
+
+
+def _half_losses(model, step):
+    """Give the loss of a small regression in FP16, in units of 1e-2."""
+    torch.manual_seed(step)
+    x = torch.randn(32, 4).half()
+    weight, bias = (p.half() for p in model.parameters())
+    return (((x @ weight.T + bias) - x).mul(1e-2) ** 2).mean()
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("name", ["headroom", "lognormal"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_gradient_of_an_fp16_loss_never_overflows_by_the_scale(
+    name, nested, visible, monkeypatch
+):
+    """At most 2^15 under policies that measure; also where it is not the first loss."""
+    if not visible:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = GradScaler("cpu", policy=name)
+    scales = []
+    for step in range(60):
+        loss = _half_losses(model, step)
+        optimizer.zero_grad()
+        if nested:
+            small = 1e-6 * model(torch.ones(1, 4)).float().square().sum()
+            first, second = scaler.scale([small, loss])
+            (first + second).backward()
+        else:
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.last_step.scale)
+        assert scaler.last_step.applied
+    assert max(scales) == 2.0**15
+
+
+def test_torchs_rule_scales_an_fp16_loss_as_torch_does():
+    """Its trajectory is torch's: 2^16 overflows once, and the step is skipped."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = GradScaler("cpu")
+    scaler.scale(_half_losses(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert not scaler.last_step.applied
+    assert scaler.get_scale() == 2.0**15

@@ -22,6 +22,7 @@ from buoy._core.state import Seen, map_state
 __all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyState"]
 
 SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
+LARGEST_HALF = 2.0**15  # the largest power of two that FP16 holds
 _NOTHING: dict[str, float | torch.Tensor] = {}
 
 
@@ -85,22 +86,23 @@ class PolicyState:
         low = max(getattr(self.policy, "min_scale", 0.0), self.bounds.low)
         return low, min(getattr(self.policy, "max_scale", FLOAT32_MAX), FLOAT32_MAX)
 
-    def foresee(self, loss: torch.Tensor, home: torch.device) -> None:
-        """Pass a loss to the policy before it is scaled."""
+    def foresee(self, loss: torch.Tensor, home: torch.device, *, half: bool) -> None:
+        """Pass a loss to the policy before it is scaled.
+
+        `half`: losses are FP16.  The scale is then at most what FP16 holds, for this
+        step; the presets do as their peers.
+        """
+        policy, bounds, ops = self.policy, self.bounds, backend.ops()
+        if half and not bounds.peer:
+            bounds = bounds._replace(high=min(bounds.high, LARGEST_HALF))
         number = loss.detach().float()
         seen = None if self.on_device else backend.host_value(number)
         if seen is not None:
-            self.state = foreseen(
-                self.policy, self.state, seen, ops=PLAIN, bounds=self.bounds
-            )
+            self.state = foreseen(policy, self.state, seen, ops=PLAIN, bounds=bounds)
             return
         self.lift(home)
         number = number.to(home, non_blocking=True)
-        self._keep(
-            foreseen(
-                self.policy, self.state, number, ops=backend.ops(), bounds=self.bounds
-            )
-        )
+        self._keep(foreseen(policy, self.state, number, ops=ops, bounds=bounds))
 
     def allows(self, evidence: Evidence) -> bool | torch.Tensor:
         """Return whether the policy would apply these gradients if they are finite."""

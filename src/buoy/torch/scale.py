@@ -70,6 +70,7 @@ class Scale:
         # int32 []: updates by compiled graphs, which must not depend on `turn`'s value
         self.uncounted: torch.Tensor | None = None
         self.foreseen = False  # the policy has seen this iteration's loss
+        self.half = False  # there was an FP16 loss
         self._now: Now | None = None
         self._count = 0  # the value of the tracker
         self._versions = (-1, -1)  # the tensors' `_version` when last read
@@ -196,7 +197,7 @@ class Scale:
         self.foreseen = True
         if self.run is not None:
             now = self.now()
-            self.run.foresee(loss, now.tensor.device)
+            self.run.foresee(loss, now.tensor.device, half=self.half)
             self._write()
 
     def move(self, evidence: Evidence | None) -> None:

@@ -169,7 +169,7 @@ class Surveyor:
     def foresee(self, loss: torch.Tensor | None) -> None:
         """Pass this iteration's first loss, the largest of all ranks, to the policy."""
         rule = self.rule
-        if "loss" not in rule.wants or rule.foreseen:
+        if rule.foreseen or not ("loss" in rule.wants or rule.half):
             return
         if self.agreement.active:
             if self.iteration.in_schedule:

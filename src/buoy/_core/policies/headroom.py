@@ -10,7 +10,7 @@ It does not reject outlier batches; the spike guard does.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from buoy._core.checks import number, ordered, power_of_two
 from buoy._core.ops import Ops, Precision, Scalar, ops_of
@@ -212,29 +212,12 @@ class Headroom:
         where, lowest = ops.where, self.constants.lowest
         size, usable = _log2(where(loss < 0, -loss, loss), ops)
         size = where(usable, size, UNSET)
-        size = where(
-            size > state.loss, size, state.loss
-        )  # the largest, if called again
+        size = where(size > state.loss, size, state.loss)  # if called again
         jump = ops.floor((size - state.loss_envelope) / UNIT)
         jump = where((state.loss_envelope > UNSET) & (jump > 0), jump, 0.0)
         k = state.planned - jump
         k = where(k < lowest, lowest, k)
-        return HeadroomState(
-            ops.exp2(k),
-            state.planned,
-            state.envelope,
-            state.last,
-            state.loss_envelope,
-            state.last_loss,
-            size,
-            state.margin,
-            state.free,
-            state.overflows,
-            state.ceiling,
-            state.patience,
-            state.waited,
-            state.hold,
-        )
+        return replace(state, scale=ops.exp2(k), loss=size)
 
     def update(
         self, state: HeadroomState, seen: Seen, *, ops: Ops | None = None
@@ -347,12 +330,8 @@ class Headroom:
         news = size - where(loss > loss_level, loss - loss_level, 0.0)
         last = state.last - where(last_loss > loss_level, last_loss - loss_level, 0.0)
         both = where(news < last, news, last)
-        return (
-            news,
-            last,
-            loss_level,
-            self._follow(state.envelope, size, both, news, ops),
-        )
+        level = self._follow(state.envelope, size, both, news, ops)
+        return news, last, loss_level, level
 
     def _follow(
         self, level: Scalar, now: Scalar, both: Scalar, start: Scalar, ops: Ops

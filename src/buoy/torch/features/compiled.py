@@ -54,7 +54,8 @@ def scale(scaler: Any, output: torch.Tensor) -> torch.Tensor:
     if output.numel() == 1:
         loss = output.detach().reshape(())
         if "loss" in rule.wants and not (rule.foreseen or scaler._agreement.active):
-            rule.run.foresee(loss, output.device)
+            half = output.dtype is torch.float16
+            rule.run.foresee(loss, output.device, half=half)
             rule.tensor.copy_(rule.run.scale)
             rule.foreseen = True
         iteration.compiled_losses = (loss,)
