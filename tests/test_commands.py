@@ -20,7 +20,7 @@ SOURCE = str(Path(buoy.__file__).parents[1])
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PROGRAMS = ("buoy", "make", "pip", "pytest", "python", "torchrun")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
