@@ -13,6 +13,7 @@ import pytest
 
 import buoy
 import buoy.trace
+from buoy._core.replay.compare import Replayed
 from buoy.trace import Trace
 
 SOURCE = str(Path(buoy.__file__).parents[1])
@@ -258,6 +259,88 @@ def test_errors_are_one_paragraph_with_the_right_code(
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert max(map(len, done.stderr.splitlines())) <= 80
+
+
+OWN = """
+from dataclasses import dataclass
+import buoy
+
+@dataclass(frozen=True)
+class Mine(buoy.Static):
+    pass
+
+class Broken:
+    def __init__(self):
+        raise KeyError("x")
+"""
+
+
+@with_click
+@pytest.mark.parametrize("where", ["mine.py", "mine"])
+def test_policies_of_ones_own_need_no_package(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file or a module, with parameters; in every command that takes policies."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    spec = f"{where}:Mine:init_scale=2**9"
+    done = run("replay", "synthetic:noise:steps=50", "-p", spec, "--json")
+    row = json.loads(done.stdout)["policies"][0]
+    assert (row["name"], row["final_scale"]) == (spec, 512.0)
+    done = run("tune", "synthetic:noise:steps=50", "-p", spec, "--json")
+    assert json.loads(done.stdout)["policies"][0]["name"] == "Mine"
+
+
+@with_click
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("mine.py:Nope", "has no class 'Nope'. It has: Mine, Broken."),
+        ("mine.py:Broken", "cannot be made: KeyError: 'x'"),
+        ("nowhere.py:Mine", "FileNotFoundError"),
+        ("nowhere:Mine", "ModuleNotFoundError"),
+        ("mine.py:dataclass", "must be a policy"),
+        ("torch:growth_interval=inf", "`growth_interval` must be a whole number"),
+        ("torch:growth_interval=nan", "`growth_interval` must be"),
+        ("backoff:init_scale=none", "`init_scale` must be"),
+    ],
+)
+def test_policies_that_cannot_be_made_name_field_and_value(
+    spec: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of ours in one paragraph, never a traceback."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    done = run("replay", "synthetic:noise:steps=50", "-p", spec)
+    assert done.returncode == 1
+    assert said in " ".join(done.stderr.split())
+
+
+@with_click
+@pytest.mark.parametrize("command", ["replay", "report", "tune", "watch"])
+def test_a_name_that_no_file_can_have_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NUL cannot come from a shell, but from a program that calls us."""
+    from buoy.cli import main
+
+    monkeypatch.setattr("sys.argv", ["buoy", command, "a\0b"])
+    assert main() == 1
+    assert "a\\x00b" in capsys.readouterr().err
+
+
+@with_click
+def test_columns_are_called_as_the_fields_are() -> None:
+    """What the table says is what `Replayed` says."""
+    done = run("replay", "synthetic:noise:steps=50", "-p", "torch")
+    lines = done.stdout.splitlines()
+    tops, bottoms = lines[2:4]
+    fields = "weight underflow activation underflow mean scale final scale too low"
+    words = fields.split()
+    for top, bottom in zip(words[::2], words[1::2], strict=True):
+        assert hasattr(Replayed, f"{top}_{bottom}")
+        assert top in tops
+        assert bottom in bottoms
 
 
 @with_click

@@ -280,3 +280,12 @@ def test_the_share_of_small_gradients_is_shown_every_16th_step() -> None:
     found = [seen.underflow for seen in shown({"underflow"}, trace)]
     assert [i for i, share in enumerate(found) if share is not None] == [15, 31]
     assert (found[15], found[31]) == (1.0, 0.0)
+
+
+def test_what_is_long_has_a_short_repr() -> None:
+    """A trace of a million steps is one line in a notebook."""
+    trace = buoy.trace.synthetic("noise", steps=3000)
+    (result,) = replay(trace, ["torch"])
+    assert repr(trace).startswith("Trace('synthetic:noise', 3000 steps")
+    assert repr(result).startswith("Replayed('torch', skipped=")
+    assert max(len(repr(trace)), len(repr(result)), len(repr(result.walk))) < 120

@@ -6,6 +6,7 @@ import textwrap
 import click
 
 from buoy._core.errors import BuoyError
+from buoy._core.text import printable
 from buoy._version import __version__
 from buoy.cli.demo import demo
 from buoy.cli.doctor import doctor
@@ -62,7 +63,10 @@ def _failed(message: str, error: click.ClickException | None = None) -> int:
         click.echo(f"Try '{error.ctx.command_path} --help' for help.\n", err=True)
     width = max(20, min(80, shutil.get_terminal_size().columns))
     text = textwrap.fill(
-        f"Error: {message}", width, break_on_hyphens=False, break_long_words=False
+        f"Error: {printable(' '.join(message.split()))}",
+        width,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
     click.echo(text, err=True)
     return 1 if error is None else error.exit_code

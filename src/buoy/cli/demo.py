@@ -4,8 +4,7 @@ from typing import Any
 
 import click
 
-from buoy._core.policies.registry import policy as make
-from buoy.cli.spec import JSON, parsed
+from buoy.cli.spec import JSON, POLICY, made
 
 __all__ = ["demo"]
 
@@ -19,7 +18,7 @@ _CTRL_C = 130  # as shells have it
     "-p",
     "--policy",
     "specs",
-    metavar="NAME[:key=value,...]",
+    metavar=POLICY,
     multiple=True,
     help="Train with this policy too, e.g. backoff:init_scale=2**10. Repeatable.",
 )
@@ -47,11 +46,7 @@ def demo(names: tuple[str, ...], *, as_json: bool, **chosen: Any) -> None:
     torch's GradScaler and with Buoy's Headroom.  Ctrl-C stops early and reports what
     there is.
     """
-    extra = {
-        spec: make(name, **given)
-        for spec in chosen.pop("specs")
-        for name, given in [parsed(spec)]
-    }
+    extra = {spec: made(spec) for spec in chosen.pop("specs")}
     from buoy.cli.show import show  # noqa: PLC0415 - imports torch
 
     if not show(names, extra, as_json=as_json, **chosen):

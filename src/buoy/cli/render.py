@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from buoy._core.text import printable
+
 __all__ = ["describe", "json_out", "percent", "plain", "scale", "table", "value_text"]
 
 _NARROWEST = 78
@@ -61,7 +63,7 @@ def table(
     from rich.text import Text  # noqa: PLC0415
 
     made = Table(
-        title=Text(title) if title else None,
+        title=Text(printable(title)) if title else None,
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=0,
@@ -79,7 +81,7 @@ def table(
         )
     for row in rows:
         # Text, not markup: a name may hold brackets.
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(highlight=False)
     # Numbers are never cropped: a narrow terminal wraps the line instead.
     console.width = max(console.width, _NARROWEST)

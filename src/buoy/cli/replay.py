@@ -6,17 +6,22 @@ from typing import Any
 import click
 
 from buoy._core.policies.policy import Policy
-from buoy._core.policies.registry import policy as make
 from buoy._core.replay.compare import Replayed, oracle
 from buoy._core.replay.compare import replay as run
 from buoy._core.replay.trace import Trace
 from buoy._core.replay.walk import log2_of
+from buoy._core.text import printable
 from buoy.cli.render import describe, json_out, percent, scale, table
-from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed
+from buoy.cli.spec import FILE, FORMAT, JSON, POLICY, made, opened
 
 __all__ = ["compare", "named", "replay"]
 
 _USUAL = ("headroom", "torch", "megatron")
+# As the fields of `Replayed` are called.
+_COLUMNS = (
+    "name", "skipped", "weight\nunderflow", "activation\nunderflow", "mean\nscale",
+    "final\nscale", "too\nlow", "too\nhigh",
+)  # fmt: skip
 
 
 @click.command(short_help="Run policies over a trace, compare what they lose.")
@@ -25,9 +30,10 @@ _USUAL = ("headroom", "torch", "megatron")
     "-p",
     "--policy",
     "specs",
-    metavar="NAME[:key=value,...]",
+    metavar=POLICY,
     multiple=True,
-    help="A policy to run, with parameters, e.g. torch:init_scale=2**10. Repeatable. "
+    help="A policy to run, with parameters, e.g. torch:init_scale=2**10; one of your "
+    "own as MODULE:CLASS or FILE.py:CLASS. Repeatable. "
     f"[default: {', '.join(_USUAL)}]",
 )
 @FORMAT
@@ -71,12 +77,11 @@ def named(specs: Iterable[str]) -> dict[str, Policy]:
     """Make the policies that were typed, by what was typed."""
     found: dict[str, Policy] = {}
     for spec in specs:
-        name, parameters = parsed(spec)
         label, again = spec, 1
         while label in found:
             again += 1
             label = f"{spec} #{again}"
-        found[label] = make(name, **parameters)
+        found[label] = made(spec)
     return found
 
 
@@ -103,24 +108,25 @@ def _as_dict(result: Replayed) -> dict[str, Any]:
 def _print(trace: Trace, results: Iterable[Replayed]) -> None:
     table(
         f"{trace.name or 'trace'}: {len(trace)} steps",
-        ("policy", "skipped", "weights", "activ.", "mean", "final", "low", "high"),
+        _COLUMNS,
         [_row(result) for result in results],
         right=7,
     )
     click.echo(
-        "skipped: steps; weights, activ.: % of gradients underflowed; mean, final:\n"
-        "scale; low, high: mean binades below and above the oracle's scale."
+        "Underflow: % of the gradients of weights and activations. Too low, too high:\n"
+        "mean binades below and above the oracle's scale."
     )
     if not trace.has_histograms:
         click.echo("The trace has no histograms: it cannot tell what underflows.")
     for result in results:
         if result.collapsed_at is not None:
-            click.echo(f"{result.name} gave up at step {result.collapsed_at}.")
+            name = printable(result.name)
+            click.echo(f"{name} gave up at step {result.collapsed_at}.")
         if result.let_through:
             steps = result.let_through
             click.echo(
-                f"{result.name} itself applies {steps} of these steps though they are "
-                "not finite; with Buoy they are skipped."
+                f"{printable(result.name)} itself applies {steps} of these steps "
+                "though they are not finite; with Buoy they are skipped."
             )
 
 

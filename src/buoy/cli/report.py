@@ -5,9 +5,10 @@ from typing import Any
 
 import click
 
+from buoy._core.text import printable
 from buoy.cli.render import describe, json_out
 from buoy.cli.replay import named
-from buoy.cli.spec import JSON
+from buoy.cli.spec import JSON, POLICY
 
 __all__ = ["report"]
 
@@ -35,7 +36,7 @@ __all__ = ["report"]
     "-p",
     "--policy",
     "specs",
-    metavar="NAME[:key=value,...]",
+    metavar=POLICY,
     multiple=True,
     help="A policy to replay over each run. Repeatable. "
     "[default: headroom, torch, megatron]",
@@ -100,7 +101,8 @@ def _print(runs: list[Any], page: Path) -> None:
 
     for run in runs:
         said = summary(sum_up(run.recording))
-        click.echo(fill(f"{run.label}: {said.headline}.", 80))
+        click.echo(fill(printable(f"{run.label}: {said.headline}."), 80))
         for sentence in said.sentences:
-            click.echo(fill(sentence, 80, initial_indent="  ", subsequent_indent="  "))
-    click.echo(f"The page is {page}.")
+            text = printable(sentence)
+            click.echo(fill(text, 80, initial_indent="  ", subsequent_indent="  "))
+    click.echo(f"The page is {printable(str(page))}.")

@@ -1,25 +1,31 @@
-"""What people type: NAME[:key=value,...], and FILE or synthetic:KIND."""
+"""What people type: NAME[:key=value,...], and FILE or synthetic:KIND.
+
+NAME is an installed policy, or one of the user's own: MODULE:CLASS, FILE.py:CLASS.
+"""
 
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from math import log2
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import click
 
+from buoy._core.errors import BuoyError, PolicyError, UnknownPolicyError
 from buoy._core.formats import FORMATS, number_format
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.registry import policies
+from buoy._core.policies.registry import policy as make
 from buoy._core.replay.trace import Trace
 
 __all__ = [
-    "FILE",
-    "FORMAT",
-    "JSON",
-    "PROGRAM",
-    "hint_at_options",
-    "opened",
-    "parsed",
-    "value_of",
-]
+    "FILE", "FORMAT", "JSON", "POLICY", "PROGRAM", "chosen", "hint_at_options",
+    "made", "opened", "parsed", "value_of",
+]  # fmt: skip
 
 _POWER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\*\*|\^)(-?\d+(?:\.\d+)?)")
 _WORDS = {"true": True, "false": False, "none": None}
@@ -33,6 +39,9 @@ FORMAT = click.option(
     type=click.Choice(list(FORMATS)),
     help="Overflow and underflow as in this format, not as recorded.",
 )
+
+
+POLICY = "NAME[:key=value,...]"
 
 
 def PROGRAM(command: Any) -> Any:  # noqa: N802 - a decorator like those above
@@ -86,6 +95,69 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
             raise click.BadParameter(message, param_hint="NAME[:key=value,...]")
         parameters[key.strip()] = value_of(value.strip())
     return name.strip(), parameters
+
+
+def chosen(text: str) -> tuple[str | Callable[..., Policy], dict[str, Any]]:
+    """Find the policy that was typed: a name or a class, and its parameters.
+
+    Example:
+        >>> chosen("buoy:Static:init_scale=2**10")
+        (<class 'buoy._core.policies.static.Static'>, {'init_scale': 1024})
+    """
+    where, _, rest = text.partition(":")
+    # C:\\policies.py:Mine has a colon in its file's name.
+    drive = len(where) == 1 and rest[:1] in {"\\", "/"}
+    if drive:
+        more, _, rest = rest.partition(":")
+        where = f"{where}:{more}"
+    name, _, parameters = rest.partition(":")
+    if not name.isidentifier() or where in policies():
+        return parsed(text)
+    return _own(where, name), parsed(f"{name}:{parameters}")[1]
+
+
+def made(text: str) -> Policy:
+    """Make the policy that was typed."""
+    found, parameters = chosen(text)
+    if isinstance(found, str):
+        return make(found, **parameters)
+    return make(_built(text, found, parameters))
+
+
+def _built(text: str, build: Callable[..., Policy], parameters: Any) -> Policy:
+    try:
+        return build(**parameters)
+    except BuoyError:
+        raise
+    except Exception as error:
+        message = f"The policy {text!r} cannot be made: {type(error).__name__}: {error}"
+        raise PolicyError(message) from error
+
+
+def _own(where: str, name: str) -> Callable[..., Policy]:
+    """Import a class of the user's own: this runs the code that was named."""
+    try:
+        if where.endswith(".py"):
+            names = run_path(where)
+        else:
+            # As `python -m` has it: modules of the current folder are found.
+            sys.path.insert(0, str(Path.cwd()))
+            names = vars(import_module(where))
+    except (Exception, SystemExit) as error:
+        message = (
+            f"Cannot import {where!r} for the policy {where}:{name}: "
+            f"{type(error).__name__}: {error}. Name an installed policy (`buoy "
+            "policies`), MODULE:CLASS or FILE.py:CLASS."
+        )
+        raise UnknownPolicyError(message) from error
+    found: Callable[..., Policy] | None = names.get(name)
+    if not callable(found):
+        classes = [key for key, value in names.items() if isinstance(value, type)]
+        message = (
+            f"{where!r} has no class {name!r}. It has: {', '.join(classes) or 'none'}."
+        )
+        raise UnknownPolicyError(message)
+    return found
 
 
 def value_of(text: str) -> Any:

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from buoy._core.replay.settings import Tunable
 from buoy._core.replay.tune import Tuned, TunedPolicy, TunedStatic
 from buoy._core.replay.tune import tune as run
 from buoy.cli.render import describe, json_out, percent, value_text
-from buoy.cli.spec import FILE, FORMAT, JSON, opened, parsed, value_of
+from buoy.cli.spec import FILE, FORMAT, JSON, POLICY, chosen, made, opened, value_of
 
 __all__ = ["tune"]
 
@@ -23,7 +24,7 @@ _USUAL = ("backoff",)
     "-p",
     "--policy",
     "specs",
-    metavar="NAME[:key=value,...]",
+    metavar=POLICY,
     multiple=True,
     help="A policy to tune; the parameters given stay as they are. Repeatable. "
     f"[default: {', '.join(_USUAL)}]",
@@ -63,7 +64,7 @@ def tune(
     """
     found = run(
         opened(source, number_format),
-        [parsed(spec) for spec in specs or _USUAL],
+        list(map(_tunable, specs or _USUAL)),
         tries=dict(map(_tried, tries)) or None,
         max_skipped=max_skipped,
         seed=seed,
@@ -74,6 +75,12 @@ def tune(
     width = max(min(shutil.get_terminal_size().columns, 80), 20)
     for paragraph in _sentences(found):
         click.echo(textwrap.fill(paragraph, width, break_on_hyphens=False))
+
+
+def _tunable(spec: str) -> Tunable:
+    """Tell a name, whose parameters stay, from a policy of the user's own."""
+    found, parameters = chosen(spec)
+    return (found, parameters) if isinstance(found, str) else made(spec)
 
 
 def _tried(text: str) -> tuple[str, list[Any]]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from buoy._core.errors import TraceError
+from buoy._core.text import printable
 from buoy.cli.render import describe, json_out
 from buoy.cli.spec import FILE, JSON
 
@@ -52,9 +54,13 @@ def watch(source: str, every: float, *, once: bool, as_json: bool) -> None:
 
 
 def _wait(source: str, every: float) -> None:
+    if "\0" in source:
+        raise TraceError(f"No file can be called {source!r}.")
     if not Path(source).exists():
-        click.echo(f"Waiting for {source}.", err=True)
-    while not Path(source).exists() or not Path(source).stat().st_size:
+        click.echo(f"Waiting for {printable(source)}.", err=True)
+    while not Path(source).exists() or (
+        Path(source).is_file() and not Path(source).stat().st_size
+    ):
         time.sleep(every)
 
 

@@ -11,12 +11,13 @@ from buoy.report.thin import thinned
 
 __all__ = ["POWERS", "curves", "headroom_chart", "loss_charts", "scale_chart"]
 
-POWERS = """
-const up = {"-": "\\u207b", "0": "\\u2070", "1": "\\u00b9", "2": "\\u00b2",
-  "3": "\\u00b3", "4": "\\u2074", "5": "\\u2075", "6": "\\u2076", "7": "\\u2077",
-  "8": "\\u2078", "9": "\\u2079", ".": "\\u00b7"};
-return "2" + String(tick).split("").map(c => up[c] ?? c).join("");
-"""
+# Labels of whole exponents, in float64's range.  No script of ours formats them: the
+# page forbids to make code out of text.
+_RAISED = str.maketrans(
+    "-0123456789",
+    "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079",
+)
+POWERS = {k: f"2{str(k).translate(_RAISED)}" for k in range(-1100, 1101)}
 _LOG = 50.0  # times between the smallest and the largest: a logarithmic axis
 
 
@@ -60,7 +61,7 @@ def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
             "x",
             "y",
             source={
-                "x": np.array(steps, dtype=np.int32),
+                "x": steps_array(steps),
                 "y": np.array(logs, dtype=np.float32),
             },
             marker=VERDICTS[verdict].marker,
@@ -154,7 +155,7 @@ def curve(
     import numpy as np  # noqa: PLC0415
 
     source = {
-        "x": np.array(steps, dtype=np.int32),
+        "x": steps_array(steps),
         "y": np.array([math.nan if v is None else v for v in values], dtype=np.float32),
     }
     options = {"legend_label": label} if label else {}
@@ -171,6 +172,15 @@ def curve(
     )
     coat(line.glyph, line_color=RUNS[index % len(RUNS)])
     return line
+
+
+def steps_array(steps: Sequence[int]) -> Any:
+    """Pack steps as browsers take them: as 32-bit integers if they fit, else floats."""
+    import numpy as np  # noqa: PLC0415
+
+    made = np.asarray(steps, dtype=np.float64)
+    fits = made.size == 0 or bool(np.abs(made).max() < 2.0**31)
+    return made.astype(np.int32) if fits else made
 
 
 def _hover(
@@ -203,9 +213,9 @@ def _plain(text: str) -> str:
 
 
 def _powers(chart: Any) -> None:
-    from bokeh.models import BasicTicker, CustomJSTickFormatter  # noqa: PLC0415
+    from bokeh.models import BasicTicker  # noqa: PLC0415
 
-    chart.yaxis.formatter = CustomJSTickFormatter(code=POWERS)
+    chart.yaxis.major_label_overrides = POWERS
     chart.yaxis.ticker = BasicTicker(min_interval=1.0, mantissas=[1, 2, 4, 5])
 
 

@@ -111,9 +111,9 @@ def _colour_bar(chart: Any, mapper: Any) -> None:
 
 
 def _axis(chart: Any) -> None:
-    from bokeh.models import CustomJSTickFormatter, FixedTicker  # noqa: PLC0415
+    from bokeh.models import FixedTicker  # noqa: PLC0415
 
-    chart.yaxis.formatter = CustomJSTickFormatter(code=POWERS)
+    chart.yaxis.major_label_overrides = POWERS
     chart.yaxis.ticker = FixedTicker(ticks=list(range(-40, 21, 4)))
     chart.ygrid.visible = False
 

@@ -230,7 +230,7 @@ def other_policies(run: Run, policies: Iterable[Any], name: str) -> str:
     except BuoyError as error:
         return f'<p class="soft">{escape(str(error))}</p>'
     rows = [_replayed(result) for result in results]
-    columns = ("policy", "skipped", "underflow", "mean scale", "regret, bits")
+    columns = ("name", "skipped", "weight underflow", "mean scale", "regret, bits")
     return (
         table(name, columns, rows, caption="Other policies on this run's gradients")
         + '<p class="note">Replayed over the recorded sizes: what a skipped step does '

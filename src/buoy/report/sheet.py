@@ -1,14 +1,17 @@
 """The sheet that every page is written on: head, style, script and runtime."""
 
 import os
+import re
 import time
+from base64 import b64encode
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from buoy._core.errors import TraceError
 from buoy.report.theme import RUNS
+from buoy.trace.files import replace_file
 
 __all__ = ["save", "sheet", "slot"]
 
@@ -23,16 +26,7 @@ _BUOY = (
 def save(text: str, out: str | os.PathLike[str]) -> Path:
     """Write a page, whole or not at all; return where it is."""
     target = Path(out)
-    part = target.with_name(target.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
-    except OSError as error:
-        message = (
-            f"Cannot write the report {str(target)!r}: {error.strerror or error}. "
-            "Name a file in a folder that exists and may be written to."
-        )
-        raise TraceError(message) from error
+    replace_file(target, text.encode("utf-8", "backslashreplace"), "report")
     return target
 
 
@@ -55,6 +49,22 @@ def _colours() -> str:
     return f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
 
 
+_SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.DOTALL)
+
+
+def _rules(*markup: str) -> str:
+    """Allow these scripts, by their hashes, and no other; nothing from the network."""
+    hashes = " ".join(
+        f"'sha256-{b64encode(sha256(code.encode()).digest()).decode()}'"
+        for text in markup
+        for code in _SCRIPT.findall(text)
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
 def sheet(title: str, intro: str, body: str, charts: dict[str, Any]) -> str:
     """Put a page together; charts go where `slot` has left a place for them."""
     from bokeh.embed import components  # noqa: PLC0415
@@ -71,10 +81,12 @@ def sheet(title: str, intro: str, body: str, charts: dict[str, Any]) -> str:
     js = folder.joinpath("page.js").read_text("utf-8")
     made_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     words = f"<p>{escape(intro)}</p>" if intro else ""
+    own = f"<script>\n{js}</script>"
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_rules(runtime, script, own)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(title)} - Buoy report</title>
@@ -92,8 +104,7 @@ def sheet(title: str, intro: str, body: str, charts: dict[str, Any]) -> str:
 <footer>Made by Buoy on {made_at}. Everything on this page is in this one file.</footer>
 </div>
 {script}
-<script>
-{js}</script>
+{own}
 </body>
 </html>
 """

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from buoy._core.text import printable
 from buoy.report.facts import Facts, sum_up
 from buoy.report.words import Summary, power, share, summary
 from buoy.trace.recording import Recording, load
@@ -114,7 +115,8 @@ def view(follower: Follower, *, blocks: bool = True, now: float | None = None) -
     missed = [row for row in recording.rows if not row.applied][-3:]
     for row in reversed(missed):
         where = f" in {', '.join(row.offenders[:2])}" if row.offenders else ""
-        text = f"step {row.step:,} skipped at {power(row.scale)}: {row.verdict}{where}"
+        what = f"skipped at {power(row.scale)}: {row.verdict}{printable(where)}"
+        text = f"step {row.step:,} {what}"
         parts.append(Text(text, style="dim", overflow="fold"))
     return Group(*parts)
 
@@ -122,7 +124,7 @@ def view(follower: Follower, *, blocks: bool = True, now: float | None = None) -
 def _title(recording: Recording, found: Facts, said: Summary, now: float) -> Any:
     from rich.text import Text  # noqa: PLC0415
 
-    name = Path(recording.path).name
+    name = printable(Path(recording.path).name)
     text = Text.assemble((f" {said.level} ", f"reverse {_COLOURS[said.level]}"))
     text.append(f" {name}", "bold")
     text.append(f"  step {recording.rows[-1].step:,}" if recording.rows else "")
@@ -199,7 +201,7 @@ def _layers(found: Facts) -> Any:
     for layer in found.layers[:_WORST]:
         bits = "-" if layer.headroom is None else f"{layer.headroom:.1f} bits"
         made.add_row(
-            Text(layer.name),  # not markup: a name may hold brackets
+            Text(printable(layer.name)),  # not markup: a name may hold brackets
             share(layer.zero),
             share(layer.subnormal),
             bits,

@@ -13,13 +13,13 @@ from typing import Literal
 
 from buoy._core.errors import TraceError
 
-__all__ = ["MOST_UNPACKED", "Counts", "Kind", "pack", "unpack"]
+__all__ = ["Counts", "Kind", "pack", "unpack", "unpacked_size"]
 
 Kind = Literal["weight", "activation"]
 
-MOST_UNPACKED = 2**26  # bytes of one snapshot: a hundred thousand tensors
 _HEAD = struct.Struct("<IhHII")  # tensor, low, bins, zeros, nonfinite
 _MOST = 2**32 - 1
+_MOST_BINS = 4096  # float64 spans 2098
 _BIAS = 127
 _WORD = "I" if array("I").itemsize == 4 else "L"  # four bytes
 
@@ -94,6 +94,11 @@ class Counts:
         return self.low + len(self.counts) if any(self.counts) else None
 
 
+def unpacked_size(tensors: Mapping[str, Counts]) -> int:
+    """Return how many bytes these took before they were packed."""
+    return sum(_HEAD.size + 4 * len(seen.counts) for seen in tensors.values())
+
+
 def pack(tensors: Mapping[int, Counts]) -> bytes:
     """Pack the counts of several tensors, by the tensors' numbers."""
     parts = []
@@ -113,31 +118,38 @@ def pack(tensors: Mapping[int, Counts]) -> bytes:
 
 
 def unpack(
-    packed: bytes, known: Mapping[int, tuple[str, int, Kind]]
+    packed: bytes, known: Mapping[int, tuple[str, int, Kind]], most: int = 2**26
 ) -> dict[str, Counts]:
-    """Unpack what `pack` packed; `known` tells each number's name, size and kind."""
-    data = _unpacked(packed)
+    """Unpack what `pack` packed, if it is at most so many bytes.
+
+    `known` tells each number's name, size and kind.
+    """
+    data = _unpacked(packed, most)
     found: dict[str, Counts] = {}
+    numbers: set[int] = set()
     at = 0
     while at < len(data):
         if at + _HEAD.size > len(data):
             raise TraceError("a histogram ends too early")
         number, low, bins, zeros, nonfinite = _HEAD.unpack_from(data, at)
         at += _HEAD.size
-        if number not in known or at + 4 * bins > len(data):
+        if number not in known or bins > _MOST_BINS or at + 4 * bins > len(data):
             raise TraceError("a histogram is of an unknown tensor or ends too early")
         name, size, kind = known[number]
+        if number in numbers:
+            raise TraceError("a histogram counts a tensor twice")
+        numbers.add(number)
         counts = array(_WORD, data[at : at + 4 * bins])
         at += 4 * bins
         found[name] = Counts(low, tuple(_little(counts)), zeros, nonfinite, size, kind)
     return found
 
 
-def _unpacked(packed: bytes) -> bytes:
+def _unpacked(packed: bytes, most: int) -> bytes:
     """Unpack within bounds: a small file must not fill the memory."""
     worker = zlib.decompressobj()
     try:
-        data = worker.decompress(packed, MOST_UNPACKED)
+        data = worker.decompress(packed, max(most, 1))
     except zlib.error as error:
         message = f"a histogram is damaged ({error})"
         raise TraceError(message) from error

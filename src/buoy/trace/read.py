@@ -6,17 +6,21 @@ JSON, which may be compressed by gzip; `schema` has that of recorded runs.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from buoy._core.errors import TraceError
 from buoy._core.replay.trace import Histogram, Trace
+from buoy.trace.files import check_readable
 from buoy.trace.write import VERSION
 
 __all__ = ["MOST_BYTES", "read"]
 
 MOST_BYTES = 2**28  # unpacked: a few million steps
+_MOST_VALUES = 2**25  # as Python's numbers they take ten times their text
+_MOST_LISTS = 2**20
 _MOST_BINADES = 4096  # float64 spans 2098
 
 _SPECIAL = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -62,6 +66,7 @@ def _recorded(where: str) -> Trace:
 
 def _bytes(where: str) -> bytes:
     """Read what is there, unpacked; of a database only its first bytes."""
+    check_readable(where)
     try:
         with Path(where).open("rb") as file:
             head = file.read(16)
@@ -70,9 +75,6 @@ def _bytes(where: str) -> bytes:
             packed = head[:2] == b"\x1f\x8b"
             file.seek(0)
             return _unpacked(where, file) if packed else file.read(MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        message = f"There is no trace {where!r}. Check the name and the folder."
-        raise TraceError(message) from error
     except OSError as error:
         reason = error.strerror or error
         message = f"Cannot read the trace {where!r}: {reason}. Check the file."
@@ -103,6 +105,12 @@ def _text(where: str, data: bytes) -> str:
         raise TraceError(message)
     if not data.strip():
         message = f"The trace {where!r} is empty. Record it again."
+        raise TraceError(message)
+    if data.count(b",") > _MOST_VALUES or data.count(b"[") > _MOST_LISTS:
+        message = (
+            f"The trace {where!r} holds more values or lists than any run writes. "
+            "Split it, or keep fewer histograms."
+        )
         raise TraceError(message)
     try:
         return data.decode("utf-8-sig")
@@ -139,6 +147,7 @@ def _check_version(where: str, document: Any) -> None:
         raise TraceError(message)
 
 
+_LINE_HISTOGRAMS = ("weight_histogram", "activation_histogram")
 _KEYS = {
     "buoy_trace", "amax_log2", "loss_log2", "weight_histograms",
     "activation_histograms", "max_log2", "zero_log2", "name",
@@ -148,7 +157,9 @@ _KEYS = {
 def _from_document(where: str, document: dict[str, Any]) -> Trace:
     unknown = sorted(set(document) - _KEYS)
     if unknown:
-        message = f"The trace {where!r} has unknown keys {unknown}. Write it again."
+        message = (
+            f"The trace {where!r} has unknown keys {unknown!r:.80}. Write it again."
+        )
         raise TraceError(message)
     loss = document.get("loss_log2")
     weights = _list(where, document, "weight_histograms")
@@ -167,31 +178,45 @@ def _from_document(where: str, document: dict[str, Any]) -> Trace:
 
 def _from_lines(where: str, header: dict[str, Any], rest: str) -> Trace:
     _check_version(where, header)
-    lines = rest.split("\n")
-    if lines and _parsed(lines[-1]) is None:
-        lines.pop()  # the writer was killed within this line, or it is the last break
-    steps = [_line(where, number, line) for number, line in enumerate(lines, start=2)]
+    columns: dict[str, array[float]] = {
+        "amax_log2": array("d"),
+        "loss_log2": array("d"),
+    }
+    histograms: dict[str, list[Histogram]] = {key: [] for key in _LINE_HISTOGRAMS}
 
-    def histograms(kind: str) -> list[Histogram]:
-        return [
-            _histogram(line[kind], step)
-            for step, line in enumerate(steps)
-            if kind in line
-        ]
-
-    has_loss = bool(steps) and "loss_log2" in steps[0]
-    return _checked(
-        where,
-        lambda: Trace(
-            amax_log2=_column([line["amax_log2"] for line in steps]),
-            loss_log2=_column([line["loss_log2"] for line in steps])
-            if has_loss
-            else None,
-            weight_histograms=histograms("weight_histogram"),
-            activation_histograms=histograms("activation_histogram"),
+    def build() -> Trace:
+        losses = None
+        for step, line in enumerate(_lines(where, rest)):
+            losses = "loss_log2" in line if step == 0 else losses
+            columns["amax_log2"].append(_number(line["amax_log2"]))
+            if losses:
+                columns["loss_log2"].append(_number(line["loss_log2"]))
+            for kind, found in histograms.items():
+                if kind in line:
+                    found.append(_histogram(line[kind], step))
+        return Trace(
+            amax_log2=columns["amax_log2"],
+            loss_log2=columns["loss_log2"] if losses else None,
+            weight_histograms=histograms["weight_histogram"],
+            activation_histograms=histograms["activation_histogram"],
             **_limits(header),
-        ),
-    )
+        )
+
+    return _checked(where, build)
+
+
+def _lines(where: str, rest: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines, one in memory at a time."""
+    at, number = 0, 2
+    while at < len(rest):
+        end = rest.find("\n", at)
+        text = rest[at:] if end < 0 else rest[at:end]
+        if end < 0 and _parsed(text) is None:
+            return  # the writer was killed within this line
+        yield _line(where, number, text)
+        if end < 0:
+            return
+        at, number = end + 1, number + 1
 
 
 def _line(where: str, number: int, text: str) -> dict[str, Any]:
@@ -224,6 +249,8 @@ def _checked(where: str, build: Callable[[], Trace]) -> Trace:
     try:
         return build()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, TraceError) and where in str(error):
+            raise
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         message = (
             f"The trace {where!r} is damaged: {reason.rstrip('.')}. Write it again."
@@ -253,7 +280,9 @@ def _number(value: Any) -> float:
 def _histogram(value: Any, start: Any) -> Histogram:
     low, counts = value["low"], value["counts"]
     if type(start) is not int or type(low) is not int:
-        message = f"a histogram's start and low must be whole, got {start!r}, {low!r}"
+        message = (
+            f"a histogram's start and low must be whole, got {start!r:.40}, {low!r:.40}"
+        )
         raise TypeError(message)
     if not isinstance(counts, list) or len(counts) > _MOST_BINADES:
         message = f"a histogram must be a list of at most {_MOST_BINADES} counts"

@@ -19,7 +19,8 @@ from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
 from buoy._core.replay.trace import FP16_MAX_LOG2
 from buoy._core.state import Verdict
-from buoy.trace.counts import Counts, Kind, unpack
+from buoy.trace.counts import Counts, Kind, unpack, unpacked_size
+from buoy.trace.files import check_readable
 from buoy.trace.row import Row
 from buoy.trace.schema import APPLICATION, MAGIC, TABLES, VERSION
 
@@ -27,7 +28,9 @@ __all__ = ["Recording", "Shot", "load"]
 
 _MOST_ROWS = 20_000_000
 _MOST_BLOB = 2**24
-_VERDICTS = {verdict.value: verdict for verdict in Verdict}
+_LEAST_UNPACKED = 2**26  # bytes; a file may unpack to this, or to 16 times its size
+# Of skips; one without a verdict counts as it does for `Recorder.step`.
+_VERDICTS = {verdict.value: verdict for verdict in Verdict if verdict != "applied"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Shot:
     tensors: dict[str, Counts]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Recording:
     """Everything that a file held at the moment it was read."""
 
@@ -47,6 +50,12 @@ class Recording:
     meta: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     shots: list[Shot] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return (
+            f"Recording({self.path!r}, {len(self.rows)} rows, "
+            f"{len(self.shots)} sets of histograms)"
+        )
 
     @property
     def name(self) -> str:
@@ -98,12 +107,10 @@ def load(
 
 
 def _check_head(where: str) -> None:
+    check_readable(where)
     try:
         with Path(where).open("rb") as file:
             head = file.read(100)
-    except FileNotFoundError as error:
-        message = f"There is no trace {where!r}. Check the name and the folder."
-        raise TraceError(message) from error
     except OSError as error:
         reason = error.strerror or error
         message = f"Cannot read the trace {where!r}: {reason}. Check the file."
@@ -219,14 +226,14 @@ def _rows(
     tensors: Tensors,
     max_log2: float,
 ) -> list[Row]:
-    accused: dict[int, tuple[str, ...]] = {}
+    accused: dict[int, list[str]] = {}
     for step, number in file.execute(
         "SELECT step, tensor FROM offenders WHERE step > ? LIMIT ?",
         (after, _MOST_ROWS),
     ):
         if number not in tensors:
             raise _odd(where, "offenders", step)
-        accused[step] = (*accused.get(step, ()), tensors[number][0])
+        accused.setdefault(step, []).append(tensors[number][0])
     cursor = file.execute(
         "SELECT step, time, scale, applied, verdict, norm, amax, loss FROM steps "
         "WHERE step > ? ORDER BY step LIMIT ?",
@@ -238,23 +245,25 @@ def _rows(
 def _row(
     where: str,
     values: tuple[Any, ...],
-    accused: dict[int, tuple[str, ...]],
+    accused: dict[int, list[str]],
     max_log2: float,
 ) -> Row:
     step, time, scale, applied, verdict, norm, amax, loss = values
     fine = type(time) is float and type(scale) is float and applied in (0, 1)
-    if not fine or not (verdict is None or verdict in _VERDICTS):
+    if not fine or not (verdict in (None, "applied") or verdict in _VERDICTS):
         raise _odd(where, "steps", step)
     return Row(
         step,
         time,
         scale,
         bool(applied),
-        Verdict.APPLIED if verdict is None else _VERDICTS[verdict],
+        _VERDICTS.get(verdict, Verdict.SCALE_TOO_HIGH)
+        if not applied
+        else Verdict.APPLIED,
         norm if norm is None or type(norm) is float else _nan(where, step, norm),
         amax if amax is None or type(amax) is float else _nan(where, step, amax),
         loss if loss is None or type(loss) is float else _nan(where, step, loss),
-        accused.get(step, ()),
+        tuple(accused.get(step, ())),
         max_log2,
     )
 
@@ -269,6 +278,7 @@ def _shots(
     where: str, file: sqlite3.Connection, after: int, tensors: Tensors
 ) -> list[Shot]:
     found = []
+    left = _most_unpacked(where)
     for step, scale, packed in file.execute(
         "SELECT step, scale, packed FROM histograms WHERE step > ? ORDER BY step "
         "LIMIT 100000",
@@ -277,11 +287,19 @@ def _shots(
         if type(scale) is not float or type(packed) is not bytes:
             raise _odd(where, "histograms", step)
         try:
-            found.append(Shot(step, scale, unpack(packed, tensors)))
+            seen = unpack(packed, tensors, left)
+            left -= unpacked_size(seen)
+            found.append(Shot(step, scale, seen))
         except TraceError as error:
             message = f"The trace {where!r} is damaged at step {step}: {error}."
             raise TraceError(message) from error
     return found
+
+
+def _most_unpacked(where: str) -> int:
+    """Return how many bytes all histograms together may be, unpacked."""
+    files = (Path(where), Path(f"{where}-wal"))
+    return max(_LEAST_UNPACKED, 16 * sum(f.stat().st_size for f in files if f.exists()))
 
 
 def _odd(where: str, table: str, key: Any) -> TraceError:

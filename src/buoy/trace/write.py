@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from buoy._core.errors import TraceError
 from buoy._core.replay.trace import Histogram, Trace
+from buoy.trace.files import replace_file
 
 __all__ = ["VERSION", "write"]
 
@@ -35,17 +35,9 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     suffixes = target.suffixes
     lines = _lines(trace) if ".jsonl" in suffixes else _document(trace)
     data = "".join(lines).encode()
-    part = target.with_name(target.name + ".part")
-    try:
-        # No time in the header: equal traces make equal files.
-        part.write_bytes(gzip.compress(data, mtime=0) if ".gz" in suffixes else data)
-        part.replace(target)
-    except OSError as error:
-        message = (
-            f"Cannot write the trace {str(target)!r}: {error.strerror or error}. "
-            "Name a file in a folder that exists and may be written to."
-        )
-        raise TraceError(message) from error
+    # No time in the header: equal traces make equal files.
+    packed = gzip.compress(data, mtime=0) if ".gz" in suffixes else data
+    replace_file(target, packed, "trace")
 
 
 def _document(trace: Trace) -> Iterator[str]:

@@ -72,16 +72,41 @@ def import_state(
             "numbers to the preset by hand."
         )
         raise StateVersionError(message)
+    for key in sorted(row.needs):
+        _check_number(name, key, values[key])
     try:
         return row.read(values, parameters)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, StateVersionError):
             raise
         message = f"This {name} state cannot be read: {error} It held {values!r}."
         raise StateVersionError(message) from error
 
 
-def _values(saved: Any, loss_id: int) -> dict[str, Any]:
+_SCALES = {"scale", "loss_scale", "cur_scale", "dynamic_scale"}
+# Fall below zero in their own libraries, too.
+_SIGNED = {"last_overflow_iter", "hysteresis_tracker", "cur_iter"}
+
+
+def _check_number(source: str, key: str, value: Any) -> None:
+    """Raise unless the field is a number that makes sense; a scale is judged later."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if key in _SCALES:
+        fine = real and (isinstance(value, float) or abs(value) < 2**1000)
+    else:
+        fine = real and abs(value) < 2**63 and (value >= 0 or key in _SIGNED)
+    if not fine:
+        message = (
+            f"This {source} state cannot be read: `{key}` must be a "
+            f"{'number' if key in _SCALES else 'finite number, not negative'}, "
+            f"got {value!r:.60}. The checkpoint is damaged, or not of {source}."
+        )
+        raise StateVersionError(message)
+
+
+def _values(saved: Any, loss_id: int, depth: int = 0) -> dict[str, Any]:
+    if depth > 3:
+        raise StateVersionError("A saved state must not contain itself.")
     if not isinstance(saved, Mapping):
         saved = getattr(saved, "__dict__", None)
         if not saved:
@@ -92,13 +117,19 @@ def _values(saved: Any, loss_id: int) -> dict[str, Any]:
             raise StateVersionError(message)
     for key in (f"loss_scaler{loss_id}", "loss_scaler"):
         if key in saved:  # apex keeps one a loss; ZeRO its scaler beside other things
-            return _values(saved[key], loss_id)
-    return {str(name): _number(value) for name, value in saved.items()}
+            return _values(saved[key], loss_id, depth + 1)
+    return {str(name): _number(str(name), value) for name, value in saved.items()}
 
 
-def _number(value: Any) -> Any:
+def _number(name: str, value: Any) -> Any:
     item = getattr(value, "item", None)
-    return item() if callable(item) else value
+    if not callable(item):
+        return value
+    try:
+        return item()
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"`{name}` of a saved state must be one number: {error}."
+        raise StateVersionError(message) from error
 
 
 def _recognise(values: Saved) -> str:

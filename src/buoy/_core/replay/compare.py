@@ -19,9 +19,13 @@ from buoy._core.replay.walk import Walk, walk
 __all__ = ["Replayed", "oracle", "replay"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Replayed:
     """The result of one policy on one trace.
+
+    Example:
+        >>> replay(Trace(amax_log2=(-2.0, 3.0, -2.0)), ["torch"])
+        (Replayed('torch', skipped=1 of 3, mean_scale=2^15.7, regret=2.33),)
 
     Regret is in binades (factors of two), a mean over the steps: how far the scale was
     below the largest power of two that would not have overflowed (`too_low`), or above
@@ -43,6 +47,14 @@ class Replayed:
     too_high: float
     collapsed_at: int | None  # the step at which the policy gave up
     walk: Walk  # every step: where the scale moved, which steps were lost
+
+    def __repr__(self) -> str:
+        parts = [f"{self.name!r}", f"skipped={self.skipped} of {self.steps}"]
+        if self.weight_underflow is not None:
+            parts.append(f"weight_underflow={self.weight_underflow:.3g}")
+        parts.append(f"mean_scale=2^{self.mean_scale_log2:.1f}")
+        parts.append(f"regret={self.regret:.2f}")
+        return f"Replayed({', '.join(parts)})"
 
     @property
     def regret(self) -> float:

@@ -75,7 +75,7 @@ class Histogram:
         return shares[i] + (place - i) * (shares[i + 1] - shares[i])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Trace:
     """A recorded or synthetic run, one entry per step.
 
@@ -122,6 +122,11 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.amax_log2)
+
+    def __repr__(self) -> str:
+        more = ", with losses" if self.loss_log2 is not None else ""
+        more += ", with histograms" if self.has_histograms else ""
+        return f"Trace({self.name!r}, {len(self)} steps{more})"
 
     @property
     def has_histograms(self) -> bool:

@@ -26,7 +26,7 @@ _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Walk:
     """The path of one policy: the scale as runs of equal log2, and the lost steps."""
 
@@ -38,6 +38,9 @@ class Walk:
     final_scale: float  # for the step after the last
     let_through: int = 0  # of the skipped steps: those that the peer would have applied
     collapsed: bool = False
+
+    def __repr__(self) -> str:
+        return f"Walk({self.steps} steps, {len(self.starts)} runs of equal scales)"
 
     def runs(self) -> Iterator[tuple[int, int, float]]:
         """Yield start, end and log2 of the scale of every run."""

@@ -89,7 +89,7 @@ def _problem(name: str, value: Any, hint: str) -> str | None:
         return "a number"
     if value != value or (value < 0 and name != "initial_lg_loss_scale"):  # noqa: PLR0124
         return "a number of at least 0"
-    if "int" in hint and "float" not in hint and value != int(value):
+    if "int" in hint and "float" not in hint and value % 1 != 0:
         return "a whole number"
     if "int" in hint and "float" not in hint and value < 1 and name not in _MAY_BE_0:
         return "a whole number of at least 1"
