@@ -1,6 +1,7 @@
 """What a page says in words and figures, without a browser."""
 
 import math
+from html import escape
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 import buoy.report
 from buoy import TraceError, Verdict
+from buoy._core.verdicts import VERDICTS
 from buoy.report import Run, sum_up, summary
+from buoy.report.facts import share_points
 from buoy.report.heat import columns
 from buoy.report.parts import _tiles
 from buoy.report.thin import thinned
@@ -191,3 +194,64 @@ def test_a_run_without_anything_still_makes_a_page(tmp_path):
     assert "<script src" not in page
     both = buoy.report.html([tmp_path / "bare.buoy", tmp_path / "empty.buoy"])
     assert "The runs compared" in both
+
+
+def test_the_figure_of_zeros_is_the_last_point_of_the_curve():
+    """Steps of norm zero after the last look count; looks at overflows do not."""
+    looks = [
+        Shot(0, 1.0, {"w": Counts(low=-3, counts=(39,), zeros=1, size=40)}),
+        Shot(5, 1.0, {"w": Counts(low=-3, counts=(3,), nonfinite=1, size=4)}),
+    ]
+    quiet = run([True] * 9, shots=looks)
+    assert [step for step, _ in share_points(quiet)] == [0]
+    assert sum_up(quiet).shares == share_points(quiet)[-1][1]
+    still = run([True] * 9, amax=0.0, shots=looks[:1])
+    assert sum_up(still).shares.zero == 1.0
+    assert sum_up(still).shares == share_points(still)[-1][1]
+
+
+def test_each_explanation_is_given_once(tmp_path):
+    """In the summary, or in the list of skips, or in neither: not in both."""
+    pytest.importorskip("bokeh")
+    verdicts = dict.fromkeys(range(99), "forward_nonfinite")
+    stuck = run([False] * 99, verdicts=verdicts)
+    page = buoy.report.html([Run(stuck)])
+    remedy = VERDICTS[Verdict.FORWARD_NONFINITE].sentences.split(".")[0]
+    assert page.count(escape(remedy)) == 1
+
+
+def test_what_was_not_measured_is_not_zero(tmp_path):
+    """A tensor that only a skip has named; one without elements; no sign of zero."""
+    pytest.importorskip("bokeh")
+    shot = Shot(0, 1.0, {"empty": Counts(low=0, counts=()), "v": Counts(0, (4,))})
+    seen = run([True, False], amax=65504.0 / 2**10 * 1.01, shots=[shot])
+    assert {layer.name for layer in sum_up(seen).layers} == {"v", "w"}
+    page = buoy.report.html([Run(seen)])
+    assert "-0.0 bits" not in page
+    row = page[page.index('<span class="name-of">w</span>') :]
+    assert ">0</td>" not in row[: row.index("</tr>")].replace(">1</td>", "")
+
+
+def test_a_map_of_nothing_is_a_sentence():
+    """An empty picture would be taken for a fault."""
+    pytest.importorskip("bokeh")
+    shot = Shot(0, 1.0, {"w": Counts(low=0, counts=(), zeros=9, size=9)})
+    page = buoy.report.html([Run(run([True] * 3, shots=[shot]))])
+    assert "exactly zero or not finite" in page
+    assert 'id="gradients"' in page
+
+
+def test_the_title_says_what_the_page_is_about():
+    """Model, steps and policy; not a file's name alone."""
+    pytest.importorskip("bokeh")
+    page = buoy.report.html([Run(run([True] * 3, model="Net", policy="torch"))])
+    assert "<h1>Loss scaling in run (Net)</h1><p>3 steps, policy torch.</p>" in page
+
+
+def test_lines_that_end_together_share_a_label():
+    """Neither colour nor dash shows a line that another one covers."""
+    pytest.importorskip("bokeh")
+    first, second, other = (run([True] * 9, scale=s) for s in (8.0, 8.0, 2.0**20))
+    page = buoy.report.html([Run(first, "a"), Run(second, "b"), Run(other, "c")])
+    assert '"text":"a,\\\\nb"' in page
+    assert '"text":"c"' in page

@@ -77,10 +77,9 @@ def report(
 
 
 def _as_dict(run: Any) -> dict[str, Any]:
-    from buoy.report.facts import sum_up  # noqa: PLC0415
     from buoy.report.words import summary  # noqa: PLC0415
 
-    found = sum_up(run.recording)
+    found = run.figures
     said = summary(found)
     facts = describe(found)
     del facts["type"], facts["layers"]
@@ -96,11 +95,10 @@ def _as_dict(run: Any) -> dict[str, Any]:
 def _print(runs: list[Any], page: Path) -> None:
     from textwrap import fill  # noqa: PLC0415
 
-    from buoy.report.facts import sum_up  # noqa: PLC0415
     from buoy.report.words import summary  # noqa: PLC0415
 
     for run in runs:
-        said = summary(sum_up(run.recording))
+        said = summary(run.figures)
         click.echo(fill(printable(f"{run.label}: {said.headline}."), 80))
         for sentence in said.sentences:
             text = printable(sentence)

@@ -64,7 +64,9 @@ def _glance(results: Results, *, whole: bool) -> str:
         for workload in results.workloads
     ]
     names = ["training", *(column.name for column in results.columns)]
-    said = "".join(f"<li>{escape(claim.text)}</li>" for claim in results.claims())
+    said = "".join(
+        f"<li>{escape(claim.text)}</li>" for claim in results.claims(titles=True)
+    )
     early = "" if whole else "<p><b>Stopped early: this is what there was.</b></p>"
     note = (
         '<p class="note">A cross marks what is more than 2 % worse than FP32. Figures '
@@ -151,7 +153,7 @@ def _training(workload: Workload, runs: Sequence[Run], charts: dict[str, Any]) -
     from buoy.report.figures import loss_charts  # noqa: PLC0415
 
     last = max(row.step for run in runs for row in run.recording.rows) + 1
-    x_range = Range1d(start=-0.01 * last, end=1.01 * last, bounds="auto")
+    x_range = Range1d(start=-0.01 * last, end=1.17 * last, bounds="auto")
     place = f"{workload.name} loss"
     charts[place] = loss_charts(runs, x_range)["loss"]
     words = f"{workload.words} {_PRECISIONS[workload.precision]}; seed 0 is drawn."
@@ -174,7 +176,7 @@ def _scaling(
     if not runs:
         return []
     from buoy.report.figures import scale_chart  # noqa: PLC0415
-    from buoy.report.heat import binades, heat_map, shares_chart  # noqa: PLC0415
+    from buoy.report.heat import binades, has_map, heat_map, shares_chart  # noqa: PLC0415
 
     charts[f"{name} scale"] = scale_chart(runs, x_range)
     charts[f"{name} lost"] = shares_chart(runs, x_range)
@@ -186,7 +188,7 @@ def _scaling(
     span, maps = binades(runs), []
     by_label = {run.label: run for run in runs}
     for label in _MAPS:
-        if label in by_label:
+        if label in by_label and has_map(by_label[label]):
             charts[f"{name} map {label}"] = heat_map(by_label[label], span, x_range)
             place = slot(f"{name} map {label}")
             maps.append(figure_box(place, label, "where the scaled gradients lie"))

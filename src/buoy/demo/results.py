@@ -78,29 +78,33 @@ class Results:
         """Name the workloads on which a way did not reach FP32's figure."""
         return [w.name for w in self.workloads if self.as_good(w, column) is False]
 
-    def claims(self) -> list[Claim]:
-        """Say what the figures show, good or bad, as far as it is known."""
+    def claims(self, *, titles: bool = False) -> list[Claim]:
+        """Say what the figures show, good or bad, as far as it is known.
+
+        Workloads are called by their names, or by the titles that the page's table has.
+        """
+        shown = {w.name: w.title if titles else w.name for w in self.workloads}
         known = {outcome.column for outcome in self.outcomes}
         names = [column.name for column in self.columns if column.name in known]
         if "fp32" not in names:
             return []
         fixed = [name for name in names if name.startswith("static ")]
-        said = [self._about(name) for name in names if name in {"none", "torch"}]
-        said += [self._about(name) for name in fixed]
-        said += [self._buoy()] if {"buoy", "torch"} <= set(names) else []
-        said += [self._idle()] if "none" in names else []
+        said = [self._about(name, shown) for name in names if name in {"none", "torch"}]
+        said += [self._about(name, shown) for name in fixed]
+        said += [self._buoy(shown)] if {"buoy", "torch"} <= set(names) else []
+        said += [self._idle(shown)] if "none" in names else []
         return said
 
-    def _about(self, name: str) -> Claim:
+    def _about(self, name: str, shown: dict[str, str]) -> Claim:
         words = {"none": "No scaling", "torch": "torch's GradScaler as it comes"}
         who = words.get(name, f"A {name.replace('static', 'fixed scale of')}")
-        failed = self.failures(name)
+        failed = [shown[key] for key in self.failures(name)]
         if not failed:
             return Claim(f"{who} reaches FP32 everywhere here.", held=False)
         return Claim(f"{who} falls short of FP32 on {_listed(failed)}.", held=True)
 
-    def _buoy(self) -> Claim:
-        failed = self.failures("buoy")
+    def _buoy(self, shown: dict[str, str]) -> Claim:
+        failed = [shown[key] for key in self.failures("buoy")]
         mine, torchs = self._skips("buoy"), self._skips("torch")
         more = f"{mine} skipped steps, torch's {torchs}"
         if failed:
@@ -115,8 +119,8 @@ class Results:
         cells = (self.cell(workload, column) for workload in self.workloads)
         return sum(cell.skipped for cell in cells if cell is not None)
 
-    def _idle(self) -> Claim:
-        same = [w.name for w in self.workloads if self.as_good(w, "none")]
+    def _idle(self, shown: dict[str, str]) -> Claim:
+        same = [shown[w.name] for w in self.workloads if self.as_good(w, "none")]
         if not same:
             return Claim("Scaling makes a difference on all of these.", held=True)
         return Claim(f"Scaling makes no difference on {_listed(same)}.", held=True)

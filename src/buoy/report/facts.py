@@ -14,7 +14,7 @@ from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
 
-__all__ = ["Facts", "Layer", "Shares", "layers", "shares", "sum_up"]
+__all__ = ["Facts", "Layer", "Shares", "layers", "share_points", "shares", "sum_up"]
 
 _WARM_UP = 0.1  # of the run, or so many steps: when skips are expected
 _MOST_WARM_UP = 1000
@@ -34,7 +34,7 @@ class Layer:
     """One tensor over the whole run."""
 
     name: str
-    size: int
+    size: int  # elements; 0 if it was never looked at, only named by a skip
     zero: float  # share, mean over the looks
     subnormal: float
     headroom: float | None  # bits, the least of all looks
@@ -149,13 +149,28 @@ def _limits(recording: Recording) -> Format:
     return FORMATS.get(str(recording.meta.get("format")), FORMATS["fp16"])
 
 
+def share_points(recording: Recording) -> list[tuple[int, Shares]]:
+    """Tell where the gradients lay, step by step: what the chart draws.
+
+    Known from every look at finite gradients, and from every step whose norm or largest
+    gradient was exactly zero.  If no look found finite gradients, the first one counts.
+    """
+    looks = [
+        (shot.step, found)
+        for shot in recording.shots
+        if (found := shares(shot.tensors.values(), _limits(recording))) is not None
+    ]
+    points = {step: found for step, found in looks if not found.nonfinite}
+    for row in recording.rows:
+        if row.applied and 0.0 in (row.norm, row.amax):
+            points[row.step] = Shares(1.0, 0.0, 0.0)
+    return sorted(points.items()) or looks[:1]
+
+
 def _latest(recording: Recording) -> Shares | None:
-    """Look at the last step whose gradients were finite, if there is one."""
-    for shot in reversed(recording.shots):
-        found = shares(shot.tensors.values(), _limits(recording))
-        if found is not None and (not found.nonfinite or shot is recording.shots[0]):
-            return found
-    return None
+    """Return the last point of the chart: the figures cannot disagree with it."""
+    points = share_points(recording)
+    return points[-1][1] if points else None
 
 
 def shares(tensors: Iterable[Counts], limits: Format) -> Shares | None:
@@ -187,6 +202,8 @@ def layers(recording: Recording) -> list[Layer]:
     for shot in recording.shots:
         if _finite(shot):
             for name, seen in shot.tensors.items():
+                if not seen.looked_at:
+                    continue  # it has no elements: nothing can be lost
                 looks.setdefault(name, []).append(seen)
     limits = _limits(recording)
     found = [_layer(name, seen, limits, blamed[name]) for name, seen in looks.items()]

@@ -6,10 +6,12 @@ from typing import Any
 
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.report.run import Run
-from buoy.report.theme import ALARM, DASHES, RUNS, coat, figure_of, soft
+from buoy.report.theme import ALARM, DASHES, INK, RUNS, coat, figure_of, soft
 from buoy.report.thin import thinned
 
-__all__ = ["POWERS", "curves", "headroom_chart", "loss_charts", "scale_chart"]
+__all__ = [
+    "POWERS", "curves", "end_labels", "headroom_chart", "loss_charts", "scale_chart",
+]  # fmt: skip
 
 # Labels of whole exponents, in float64's range.  No script of ours formats them: the
 # page forbids to make code out of text.
@@ -41,6 +43,8 @@ def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
         _hover(chart, unseen, [("run", run.label), ("scale", "2^@y{0.##}")], runs)
     for index, run in enumerate(runs):
         _skips(chart, index, run, alone=len(runs) == 1)
+    known = [_log2(row.scale) or 0.0 for run in runs for row in run.recording.rows]
+    end_labels(chart, runs, low=min(known, default=0.0), high=max(known, default=0.0))
     _legend(chart)
     return chart
 
@@ -93,6 +97,8 @@ def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
             [bits[i] for i in keep],
         )
         _hover(chart, line, [("run", run.label), ("headroom", "@y{0.0} bits")], runs)
+    known = [b for r in runs for row in r.recording.rows if (b := row.headroom)]
+    end_labels(chart, runs, low=min(known, default=0.0), high=max(known, default=0.0))
     limit = Span(location=0, dimension="width", line_dash="dashed", line_width=1.5)
     chart.add_layout(coat(limit, line_color=ALARM))
     return chart
@@ -138,6 +144,7 @@ def curves(
             [values[i] for i in keep],
         )
         _hover(chart, line, [("run", runs[index].label), (name, "@y{0.[0000]}")], runs)
+    end_labels(chart, runs, low=low, high=high, log=kind == "log")
     return chart
 
 
@@ -172,6 +179,45 @@ def curve(
     )
     coat(line.glyph, line_color=RUNS[index % len(RUNS)])
     return line
+
+
+def end_labels(
+    chart: Any, runs: Sequence[Run], *, low: float, high: float, log: bool = False
+) -> None:
+    """Write each run's name where its line ends; lines that end together share it.
+
+    Colours and dashes do not help where one line covers another.
+    """
+    from bokeh.models import Label  # noqa: PLC0415
+
+    if len(runs) < 2:
+        return
+    ends = []
+    for index, run in enumerate(runs):
+        for line in chart.renderers:
+            x, y = (line.data_source.data.get(key, ()) for key in "xy")
+            mine = line.name in {f"{chart.name} {index}", f"{chart.name} {index} 0"}
+            if mine and len(x) and math.isfinite(y[-1]):
+                ends.append((float(y[-1]), float(x[-1]), index, run.label))
+                break
+    place = math.log if log else float
+    gap = 0.075 * (place(high) - place(low)) if high > low else 0.0
+    groups: list[list[tuple[float, float, int, str]]] = []
+    for end in sorted(ends):
+        if groups and place(end[0]) - place(groups[-1][0][0]) < gap:
+            groups[-1].append(end)
+        else:
+            groups.append([end])
+    for group in groups:
+        # Below each other: a long name must not leave the chart.
+        names = ",\n".join(f"{name:.18}" for _, _, _, name in group)
+        label = Label(
+            x=max(x for _, x, _, _ in group), y=group[len(group) // 2][0], x_offset=6,
+            text=names,
+            text_font_size="12px", text_baseline="middle", name=f"end {chart.name}",
+        )  # fmt: skip
+        colour = RUNS[group[0][2] % len(RUNS)] if len(group) == 1 else INK
+        chart.add_layout(coat(label, text_color=colour))
 
 
 def steps_array(steps: Sequence[int]) -> Any:

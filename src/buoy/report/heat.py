@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from buoy._core.formats import FORMATS, Format
-from buoy.report.facts import shares
-from buoy.report.figures import POWERS, curve
+from buoy.report.facts import share_points
+from buoy.report.figures import POWERS, curve, end_labels
 from buoy.report.run import Run
 from buoy.report.theme import ALARM, HEAT, INK, coat, figure_of, soft
+from buoy.report.thin import thinned
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.replayable import total
 
-__all__ = ["binades", "columns", "heat_map", "shares_chart"]
+__all__ = ["binades", "columns", "has_map", "heat_map", "shares_chart"]
 
 _MOST_COLUMNS = 240
 _LEAST, _LARGEST = -42, 20  # binades that are drawn at the most
@@ -55,6 +56,11 @@ def binades(runs: Sequence[Run]) -> tuple[int, int]:
         for binade in total(shot.tensors.values())
     ]
     return max(min([*used, -27]), _LEAST), min(max([*used, 18]), _LARGEST)
+
+
+def has_map(run: Run) -> bool:
+    """Return whether any look found a gradient that is not zero."""
+    return any(total(shot.tensors.values()) for shot in run.recording.shots)
 
 
 def heat_map(run: Run, span: tuple[int, int], x_range: Any) -> Any:
@@ -153,11 +159,7 @@ def shares_chart(runs: Sequence[Run], x_range: Any) -> Any:
     chart.yaxis.axis_label = "% of the gradients"
     top = 1.0  # percent: less would be drawn as if it were much
     for index, run in enumerate(runs):
-        parts = [
-            (shot.step, found)
-            for shot in run.recording.shots
-            if (found := shares(shot.tensors.values(), limits_of(run.recording)))
-        ]
+        parts = share_points(run.recording)
         if not parts:
             continue
         steps = [step for step, _ in parts]
@@ -171,7 +173,14 @@ def shares_chart(runs: Sequence[Run], x_range: Any) -> Any:
         else:
             lines = {None: [100.0 * (f.zero + f.subnormal) for _, f in parts]}
         for number, (label, values) in enumerate(lines.items()):
-            line = curve(chart, index + number, steps, values, label=label)
+            keep = thinned(values)
+            line = curve(
+                chart,
+                index + number,
+                [steps[i] for i in keep],
+                [values[i] for i in keep],
+                label=label,
+            )
             top = max(top, *values)
             line.name = f"shares {index} {number}"
             tips = [("step", "@x{0,0}"), ("share", "@y{0.[000]} %")]
@@ -179,6 +188,7 @@ def shares_chart(runs: Sequence[Run], x_range: Any) -> Any:
                 HoverTool(renderers=[line], tooltips=tips, mode="vline", visible=False)
             )
     chart.y_range.update(start=0.0, end=1.05 * top)
+    end_labels(chart, runs, low=0.0, high=1.05 * top)
     if chart.legend:
         soft(chart.legend[0])
         chart.legend[0].orientation = "horizontal"

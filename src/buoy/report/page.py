@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import MissingBackendError, TraceError
 from buoy._core.policies.policy import Policy
-from buoy.report.facts import Facts, sum_up
+from buoy.report.facts import Facts, share_points
 from buoy.report.markup import details, figure_box, section
 from buoy.report.parts import (
     about,
@@ -70,11 +71,29 @@ def html(
     if not runs:
         raise TraceError("A report needs at least one run.")
     known = [run if isinstance(run, Run) else Run(run) for run in runs]
-    judged = [(run, found := sum_up(run.recording), summary(found)) for run in known]
+    judged = [(run, found := run.figures, summary(found)) for run in known]
     chosen = policies if isinstance(policies, Mapping) else tuple(policies)
     body = _alone(*judged[0], chosen) if len(judged) == 1 else _several(judged, chosen)
-    title = title or " and ".join(run.label for run in known[:3])
-    return sheet(title, intro, *body)
+    return sheet(title or _heading(known), intro or _about(judged), *body)
+
+
+def _heading(runs: Sequence[Run]) -> str:
+    """Say what the page is about; a file's name alone says little."""
+    names = [run.label for run in runs[:3]] + ["..."] * (len(runs) > 3)
+    model = runs[0].recording.meta.get("model")
+    what = f" ({model!s:.60})" if len(runs) == 1 and model else ""
+    return f"Loss scaling in {', '.join(names)}{what}"
+
+
+def _about(judged: Sequence[Judged]) -> str:
+    """Sum up in a line what was recorded."""
+    if len(judged) > 1:
+        return f"{len(judged)} runs, side by side."
+    run, found, _ = judged[0]
+    meta = run.recording.meta
+    parts = [f"{found.steps:,} steps"]
+    parts += [f"{key} {meta[key]!s:.60}" for key in ("policy", "format") if key in meta]
+    return f"{', '.join(parts)}."
 
 
 def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, Any]:
@@ -87,7 +106,7 @@ def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, A
             section(
                 "Layers", _LAYERS, layer_table(run, found, "layers-0"), name="layers"
             ),
-            section("Skipped steps", skips(run, found, "skips-0"), name="skips"),
+            section("Skipped steps", skips(run, found, said, "skips-0"), name="skips"),
             section(
                 "What other policies would have done",
                 other_policies(run, policies, "replay-0"),
@@ -118,7 +137,8 @@ def _several(judged: Sequence[Judged], policies: Any) -> tuple[str, Any]:
                 f"Layers ({len(found.layers)})", layer_table(run, found, f"layers-{i}")
             ),
             details(
-                f"Skipped steps ({found.skipped})", skips(run, found, f"skips-{i}")
+                f"Skipped steps ({found.skipped})",
+                skips(run, found, said, f"skips-{i}"),
             ),
             details(
                 "What other policies would have done",
@@ -142,12 +162,13 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
         loss_charts,
         scale_chart,
     )
-    from buoy.report.heat import binades, heat_map, shares_chart  # noqa: PLC0415
+    from buoy.report.heat import binades, has_map, heat_map, shares_chart  # noqa: PLC0415
 
     steps = [row.step for run in runs for row in run.recording.rows] or [0]
     low, high = min(steps), max(steps) + 1
     margin = max((high - low) * 0.01, 0.5)
-    x_range = Range1d(start=low - margin, end=high + margin, bounds="auto")
+    names = 0.0 if len(runs) == 1 else 0.16 * (high - low)  # where the lines end
+    x_range = Range1d(start=low - margin, end=high + margin + names, bounds="auto")
     if not any(run.recording.rows for run in runs):
         return {}
     made = {"scale": scale_chart(runs, x_range)}
@@ -156,10 +177,9 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     made |= {f"curve {n}": c for n, c in loss_charts(runs, x_range).items()}
     span = binades(runs)
     for i, run in enumerate(runs):
-        if any(shot.tensors for shot in run.recording.shots):
+        if has_map(run):
             made[f"heat {i}"] = heat_map(run, span, x_range)
-            made.setdefault("shares", None)
-    if "shares" in made:
+    if any(share_points(run.recording) for run in runs):
         made["shares"] = shares_chart(runs, x_range)
     return made
 
@@ -201,14 +221,20 @@ def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
         for i, run in enumerate(runs)
         if f"heat {i}" in charts
     ]
-    if not maps:
-        words = '<p class="soft">No histograms were recorded.</p>'
-        return section("Where the gradients lie", words, name="gradients")
-    what = "that is zero, or so small that digits are lost"
-    return section(
-        "Where the gradients lie",
-        f'<div class="maps">{"".join(maps)}</div>' if len(maps) > 1 else maps[0],
-        figure_box(slot("shares"), "Share of the gradients", f"{what}, in percent."),
-        key(runs),
-        name="gradients",
-    )
+    parts = maps if len(maps) < 2 else [f'<div class="maps">{"".join(maps)}</div>']
+    for i, run in enumerate(runs):
+        if f"heat {i}" not in charts:
+            parts.append(_no_map(run, alone=len(runs) == 1))
+    if "shares" in charts:
+        what = "that is zero, or so small that digits are lost, in percent."
+        parts += [figure_box(slot("shares"), "Share of the gradients", what), key(runs)]
+    return section("Where the gradients lie", *parts, name="gradients")
+
+
+def _no_map(run: Run, *, alone: bool) -> str:
+    """Say why there is no map: an empty one would say nothing."""
+    words = "No histograms were recorded."
+    if run.recording.shots:
+        words = "Every gradient that was looked at is exactly zero or not finite."
+    whose = "" if alone else f"<b>{escape(run.label)}</b>: "
+    return f'<p class="soft">{whose}{words}</p>'

@@ -7,13 +7,13 @@ from typing import Any
 
 from buoy._core.errors import BuoyError
 from buoy._core.replay.compare import Replayed, oracle, replay
-from buoy._core.verdicts import VERDICTS
+from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.diagnose.estimate import estimate_underflow
 from buoy.report.facts import Facts
 from buoy.report.markup import Cell, chip, details, table, tiles
 from buoy.report.run import Run
 from buoy.report.theme import DASHES, RUNS
-from buoy.report.words import Summary, power, share
+from buoy.report.words import Summary, bits, power, share
 from buoy.trace.replayable import replayable
 
 __all__ = [
@@ -60,7 +60,7 @@ def _tiles(found: Facts) -> str:
             ("skipped", "skipped", f"{found.skipped:,}"),
             ("skipped_share", "of all steps", share(found.skipped_share)),
             ("scale", "scale at the end", power(found.last_scale)),
-            ("headroom", "headroom, median", _bits(found.headroom)),
+            ("headroom", "headroom, median", bits(found.headroom)),
             ("zero", "gradients zero", _zero(found)),
             (
                 "subnormal",
@@ -77,10 +77,6 @@ def _zero(found: Facts) -> str:
     if found.idle:
         return "all: nothing is learned"
     return _NOTHING if found.shares is None else share(found.shares.zero)
-
-
-def _bits(bits: float | None) -> str:
-    return "-" if bits is None else f"{bits:.1f} bits"
 
 
 def _number(value: float | None) -> str:
@@ -101,7 +97,7 @@ def comparison(runs: Sequence[tuple[Run, Facts, Summary]]) -> str:
             Cell(f"{found.steps:,}", found.steps),
             Cell(f"{found.skipped:,}", found.skipped),
             Cell(power(found.last_scale), found.last_scale),
-            Cell(_bits(found.headroom), found.headroom),
+            Cell(bits(found.headroom), found.headroom),
             _share_cell(None if found.shares is None else found.shares.zero),
             _share_cell(None if found.shares is None else found.shares.subnormal),
         ]
@@ -146,11 +142,11 @@ def layer_table(run: Run, found: Facts, name: str) -> str:
                 layer.name,
                 markup=True,
             ),
-            Cell(f"{layer.size:,}", layer.size),
-            _share_cell(layer.zero),
+            Cell(f"{layer.size:,}" if layer.size else "-", layer.size),
+            _share_cell(layer.zero if layer.size else None),
             _share_cell(lost.get(layer.name)),
-            _share_cell(layer.subnormal),
-            Cell(_bits(layer.headroom), _value(layer.headroom)),
+            _share_cell(layer.subnormal if layer.size else None),
+            Cell(bits(layer.headroom), _value(layer.headroom)),
             Cell(f"{layer.offences:,}", layer.offences),
         ]
         for layer in found.layers
@@ -179,14 +175,16 @@ def _value(value: float | None) -> float | str:
     return "" if value is None else value
 
 
-def skips(run: Run, found: Facts, name: str) -> str:
-    """List the skipped steps in words, by cause and one by one."""
+def skips(run: Run, found: Facts, said: Summary, name: str) -> str:
+    """List the skipped steps in words, by cause and one by one.
+
+    What a cause means is left out where the summary has said it.
+    """
     if not found.skipped:
         return '<p data-skips="0">None: every step was applied.</p>'
     causes = "".join(
-        f"<li><b>{verdict.value}</b>: {count:,}. {_marked(meaning.sentences)}</li>"
+        f"<li><b>{verdict.value}</b>: {count:,}.{_meaning(verdict, said)}</li>"
         for verdict, count in found.verdicts.items()
-        for meaning in [VERDICTS[verdict]]
     )
     missed = [row for row in run.recording.rows if not row.applied]
     rows = [
@@ -208,6 +206,12 @@ def skips(run: Run, found: Facts, name: str) -> str:
         f'<ul class="small" data-skips="{found.skipped}">{causes}</ul>'
         f"{_offenders(found)}{details(title, listed, opened=len(missed) <= 12)}"
     )
+
+
+def _meaning(verdict: Verdict, said: Summary) -> str:
+    sentences = VERDICTS[verdict].sentences
+    known = any(sentences in sentence for sentence in said.sentences)
+    return "" if known else f" {_marked(sentences)}"
 
 
 def _offenders(found: Facts) -> str:

@@ -3,8 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from buoy._core.errors import TraceError
+from buoy.report.facts import Facts, sum_up
 from buoy.trace.recording import Recording, load
 
 __all__ = ["Run"]
@@ -24,7 +26,8 @@ class Run:
         note: a sentence under the run's name.
 
     Example:
-        >>> from buoy.trace.recording import Recording
+        >>> from buoy.report.facts import Facts, sum_up
+    from buoy.trace.recording import Recording
         >>> run = Run(Recording("run.buoy"), series={"accuracy": {0: 0.1, 100: 0.9}})
         >>> run.label, run.curve("accuracy")
         ('run', ([0, 100], [0.1, 0.9]))
@@ -41,6 +44,11 @@ class Run:
         found = self.trace if isinstance(self.trace, Recording) else load(self.trace)
         object.__setattr__(self, "recording", found)
         object.__setattr__(self, "label", self.label or found.name)
+
+    @cached_property
+    def figures(self) -> Facts:
+        """The run summed up, once for all who ask."""
+        return sum_up(self.recording)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Give the steps and values of one of the further curves."""

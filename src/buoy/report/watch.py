@@ -10,6 +10,7 @@ from typing import Any
 from buoy._core.text import printable
 from buoy.report.facts import Facts, sum_up
 from buoy.report.words import Summary, power, share, summary
+from buoy.report.words import bits as bits_of
 from buoy.trace.recording import Recording, load
 from buoy.trace.row import Row
 
@@ -17,7 +18,8 @@ __all__ = ["Follower", "line", "sparkline", "view"]
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _PLAIN = "_.-=+*%#"
-_RECENT = 20_000  # rows that are kept for the figures
+_RECENT = 20_000  # rows that are read and kept for the figures
+_LOOKS = 20  # and sets of histograms
 _WORST = 6
 _COLOURS = {"healthy": "green", "look": "yellow", "trouble": "red"}
 
@@ -35,14 +37,21 @@ class Follower:
         last = self.recording
         after = last.rows[-1].step if last is not None and last.rows else -1
         looked = last.shots[-1].step if last is not None and last.shots else -1
-        new = load(self.path, after=after, shots_after=looked)
-        self.steps += len(new.rows)
-        self.skipped += sum(not row.applied for row in new.rows)
+        new = load(
+            self.path,
+            after=after,
+            shots_after=looked,
+            latest=_RECENT,
+            latest_shots=_LOOKS,
+        )
+        steps, skipped = new.counted or (0, 0)
+        self.steps += steps
+        self.skipped += skipped
         if last is None:
-            self.recording = replace(new, rows=new.rows[-_RECENT:])
+            self.recording = new
             return True
         rows = (last.rows + new.rows)[-_RECENT:]
-        shots = [*last.shots, *new.shots][-20:]
+        shots = [*last.shots, *new.shots][-_LOOKS:]
         changed = bool(new.rows) or new.ended != last.ended
         self.recording = replace(new, rows=rows, shots=shots)
         return changed
@@ -88,7 +97,7 @@ def line(follower: Follower) -> str:
         f"skipped {found.skipped} ({share(found.skipped_share)})",
     ]
     if bits is not None:
-        parts.append(f"headroom {bits:.1f} bits")
+        parts.append(f"headroom {bits_of(bits)}")
     if found.shares is not None:
         parts.append(f"zero {share(found.shares.zero)}")
         parts.append(f"subnormal {share(found.shares.subnormal)}")
@@ -187,7 +196,7 @@ def _last(values: Sequence[float | None]) -> str:
 
 def _bits(values: Sequence[float | None]) -> str:
     known = next((value for value in reversed(values) if value is not None), None)
-    return "-" if known is None else f"{known:.1f} bits"
+    return bits_of(known)
 
 
 def _layers(found: Facts) -> Any:
@@ -199,12 +208,12 @@ def _layers(found: Facts) -> Any:
     for name in ("zero", "subnormal", "headroom", "overflows"):
         made.add_column(name, justify="right", no_wrap=True)
     for layer in found.layers[:_WORST]:
-        bits = "-" if layer.headroom is None else f"{layer.headroom:.1f} bits"
+        known = layer.size > 0
         made.add_row(
             Text(printable(layer.name)),  # not markup: a name may hold brackets
-            share(layer.zero),
-            share(layer.subnormal),
-            bits,
+            share(layer.zero) if known else "-",
+            share(layer.subnormal) if known else "-",
+            bits_of(layer.headroom),
             str(layer.offences),
         )
     return made

@@ -7,7 +7,7 @@ from buoy._core.verdicts import VERDICTS, Verdict
 from buoy._core.watch import PATIENCE, Stuck, count_stuck
 from buoy.report.facts import Facts
 
-__all__ = ["Level", "Summary", "power", "share", "summary"]
+__all__ = ["Level", "Summary", "bits", "power", "share", "summary"]
 
 Level = Literal["healthy", "look", "trouble"]
 
@@ -67,10 +67,13 @@ def _stuck(found: Facts) -> list[Finding]:
 def _grave(found: Facts) -> list[Finding]:
     """Name the skips that ask for action."""
     findings: list[Finding] = []
+    said = "".join(sentence for _, _, sentence in _stuck(found))
     for verdict, count in found.verdicts.items():
         meaning = VERDICTS[verdict]
         if meaning.remedy and not meaning.normal:
-            what = f"{_steps(count)} skipped as {verdict.value}. {meaning.sentences}"
+            what = f"{_steps(count)} skipped as {verdict.value}."
+            if meaning.sentences not in said:  # once is enough
+                what += f" {meaning.sentences}"
             level: Level = "trouble" if meaning.grave else "look"
             findings.append((level, f"Look into {verdict.value}", what))
     return findings
@@ -103,7 +106,7 @@ def _lossy(found: Facts) -> list[Finding]:
     if spare is not None and spare > _SPARE:
         better = power(2.0 ** math.floor(math.log2(found.last_scale) + spare - 1.0))
         what += (
-            f" There are {spare:.1f} bits of headroom above them: a scale of {better} "
+            f" There are {bits(spare)} of headroom above them: a scale of {better} "
             'would fit, and `policy="headroom"` finds it by itself.'
         )
     else:
@@ -136,8 +139,8 @@ def _about(found: Facts) -> tuple[str, ...]:
     said = [f"{lost}; the scale went {went}."]
     if found.headroom is not None:
         said.append(
-            f"The largest gradient stayed {found.headroom:.1f} bits below the limit "
-            f"(median), {max(found.least_headroom or 0.0, 0.0):.1f} at the closest."
+            f"The largest gradient stayed {bits(found.headroom)} below the limit "
+            f"(median), {bits(max(found.least_headroom or 0.0, 0.0))} at the closest."
         )
     seen = found.shares
     if seen is not None:
@@ -167,6 +170,16 @@ def power(scale: float) -> str:
         return f"{scale:g}"
     log2 = math.log2(scale)
     return f"2^{log2:.0f}" if log2.is_integer() else f"{scale:.4g}"
+
+
+def bits(value: float | None) -> str:
+    """Write a distance in bits; zero has no sign.
+
+    Example:
+        >>> bits(3.25), bits(-0.04), bits(None)
+        ('3.2 bits', '0.0 bits', '-')
+    """
+    return "-" if value is None else f"{round(value, 1) + 0.0:.1f} bits"
 
 
 def share(value: float) -> str:

@@ -27,6 +27,7 @@ from buoy.trace.schema import APPLICATION, MAGIC, TABLES, VERSION
 __all__ = ["Recording", "Shot", "load"]
 
 _MOST_ROWS = 20_000_000
+_MOST_SHOTS = 100_000
 _MOST_BLOB = 2**24
 _LEAST_UNPACKED = 2**26  # bytes; a file may unpack to this, or to 16 times its size
 # Of skips; one without a verdict counts as it does for `Recorder.step`.
@@ -50,6 +51,7 @@ class Recording:
     meta: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     shots: list[Shot] = field(default_factory=list)
+    counted: tuple[int, int] | None = None  # steps and skips of all that is in the file
 
     def __repr__(self) -> str:
         return (
@@ -81,12 +83,18 @@ class Recording:
 
 
 def load(
-    path: str | os.PathLike[str], *, after: int = -1, shots_after: int = -1
+    path: str | os.PathLike[str],
+    *,
+    after: int = -1,
+    shots_after: int = -1,
+    latest: int | None = None,
+    latest_shots: int | None = None,
 ) -> Recording:
     """Read a recorded run, or raise `TraceError`.
 
     `after` and `shots_after` leave out the rows and the histograms up to a step: who
-    follows a run reads on from there.
+    follows a run reads on from there.  `latest` and `latest_shots` limit how many are
+    read, the last ones; `counted` is of all rows after that step.
 
     Example:
         >>> load("no/such.buoy")
@@ -99,7 +107,12 @@ def load(
     try:
         with _opened(where) as file:
             _check_schema(where, file)
-            return _contents(where, file, after, shots_after)
+            return _contents(
+                where,
+                file,
+                (after, _MOST_ROWS if latest is None else latest),
+                (shots_after, _MOST_SHOTS if latest_shots is None else latest_shots),
+            )
     except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
         reason = str(error) or "a size in it is beyond all bounds"
         message = f"The trace {where!r} is damaged: {reason}. Record it again."
@@ -175,16 +188,20 @@ def _check_schema(where: str, file: sqlite3.Connection) -> None:
         raise TraceError(message)
 
 
+Part = tuple[int, int]  # after which step, and how many at the most, the last ones
+
+
 def _contents(
-    where: str, file: sqlite3.Connection, after: int, shots_after: int
+    where: str, file: sqlite3.Connection, rows: Part, shots: Part
 ) -> Recording:
     meta = _meta(where, file)
     tensors = _tensors(where, file)
     return Recording(
         path=where,
         meta=meta,
-        rows=_rows(where, file, after, tensors, _max_log2(meta)),
-        shots=_shots(where, file, shots_after, tensors),
+        rows=_rows(where, file, rows, tensors, _max_log2(meta)),
+        shots=_shots(where, file, shots, tensors),
+        counted=_counted(file, rows[0]),
     )
 
 
@@ -222,11 +239,12 @@ def _tensors(where: str, file: sqlite3.Connection) -> Tensors:
 def _rows(
     where: str,
     file: sqlite3.Connection,
-    after: int,
+    part: Part,
     tensors: Tensors,
     max_log2: float,
 ) -> list[Row]:
     accused: dict[int, list[str]] = {}
+    after = _before_the_last(file, "steps", part)
     for step, number in file.execute(
         "SELECT step, tensor FROM offenders WHERE step > ? LIMIT ?",
         (after, _MOST_ROWS),
@@ -240,6 +258,23 @@ def _rows(
         (after, _MOST_ROWS),
     )
     return [_row(where, values, accused, max_log2) for values in cursor]
+
+
+def _before_the_last(file: sqlite3.Connection, table: str, part: Part) -> int:
+    """Return the step after which the last so many entries of a table lie."""
+    after, most = part
+    last = file.execute(
+        f"SELECT step FROM {table} ORDER BY step DESC LIMIT 1 OFFSET ?",  # noqa: S608
+        (most,),
+    ).fetchone()
+    return after if last is None else max(after, last[0])
+
+
+def _counted(file: sqlite3.Connection, after: int) -> tuple[int, int]:
+    steps, applied = file.execute(
+        "SELECT count(*), total(applied) FROM steps WHERE step > ?", (after,)
+    ).fetchone()
+    return steps, steps - int(applied)
 
 
 def _row(
@@ -275,13 +310,13 @@ def _nan(where: str, step: Any, value: Any) -> float:
 
 
 def _shots(
-    where: str, file: sqlite3.Connection, after: int, tensors: Tensors
+    where: str, file: sqlite3.Connection, part: Part, tensors: Tensors
 ) -> list[Shot]:
     found = []
+    after = _before_the_last(file, "histograms", part)
     left = _most_unpacked(where)
     for step, scale, packed in file.execute(
-        "SELECT step, scale, packed FROM histograms WHERE step > ? ORDER BY step "
-        "LIMIT 100000",
+        "SELECT step, scale, packed FROM histograms WHERE step > ? ORDER BY step",
         (after,),
     ):
         if type(scale) is not float or type(packed) is not bytes:
