@@ -79,7 +79,7 @@ def test_the_page_shows_the_table_the_sentences_and_the_charts(browser, tmp_path
     assert "trouble" in cells[0][2].get_attribute("innerHTML")
     assert "healthy" in cells[1][2].get_attribute("innerHTML")
     text = driver.find_element(By.ID, "glance").text
-    assert all(claim.text in text for claim in made.claims())
+    assert all(claim.text in text for claim in made.claims(titles=True))
     charts = driver.find_elements(
         By.CSS_SELECTOR, "#field-1e-3 figure, #letters figure"
     )

@@ -188,7 +188,12 @@ def _scaling(
     span, maps = binades(runs), []
     by_label = {run.label: run for run in runs}
     for label in _MAPS:
-        if label in by_label and has_map(by_label[label]):
+        if label not in by_label:
+            continue
+        if not has_map(by_label[label]):
+            words = '<p class="soft">All gradients are exactly zero.</p>'
+            maps.append(figure_box(words, label, "where the scaled gradients lie"))
+        else:
             charts[f"{name} map {label}"] = heat_map(by_label[label], span, x_range)
             place = slot(f"{name} map {label}")
             maps.append(figure_box(place, label, "where the scaled gradients lie"))
