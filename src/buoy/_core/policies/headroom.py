@@ -79,7 +79,7 @@ class HeadroomState:
 class Headroom:
     """Keep the largest scaled gradient a learned margin below the maximum.
 
-    All in log2; a = largest unscaled gradient, l = |loss|, k = scale used::
+    All in log2; a = largest unscaled gradient, l = abs(loss), k = scale used::
 
         before backward:
             k = planned - floor(l - L)   if the loss is 1 above its level L
