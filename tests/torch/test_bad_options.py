@@ -1,5 +1,6 @@
 """Options that cannot be are refused at once, by name, with the cure."""
 
+import math
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from against import expect
 from nets import net, train
 
 from buoy.torch import (
+    CallOrderError,
     GradScaler,
     OptionError,
 )
@@ -89,3 +91,32 @@ def test_a_model_that_is_none_is_refused_at_once():
     """Its parameters, for one."""
     with expect(OptionError, ValueError, "`model`", "generator", "named_parameters"):
         GradScaler("cpu", model=net().parameters())
+
+
+@pytest.mark.parametrize("device", [2.0**10, "gpu", "cud a", None, 0])
+def test_what_is_no_device_type_is_refused(device):
+    """Also the scale in first place, where torch.cuda.amp has it."""
+    with pytest.raises(OptionError, match=r"not of torch\.cuda\.amp, got"):
+        GradScaler(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu", "meta", "cuda:0"])
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_every_device_type_of_torch_is_taken(device):
+    """Whether this machine has one or not: scripts are often started elsewhere."""
+    assert repr(GradScaler(device)).startswith("GradScaler(")
+
+
+@pytest.mark.parametrize("interval", [1.5, math.inf, math.nan, "3", None])
+def test_an_interval_that_is_no_count_is_refused_at_once(interval):
+    """Not steps later, where the growth would be due."""
+    scaler = GradScaler("cpu")
+    with pytest.raises(OptionError, match="whole number of steps"):
+        scaler.set_growth_interval(interval)
+    assert 2000 == scaler.get_growth_interval()
+
+
+def test_update_of_a_joint_scaler_before_any_step_says_what_is_missing():
+    """As that of any other scaler."""
+    with pytest.raises(CallOrderError, match="Attempted update but _scale is None"):
+        GradScaler("cpu", skip="joint").update()

@@ -430,7 +430,12 @@ def test_a_norm_beyond_float32_of_finite_gradients_makes_no_nan(
     scaler.update()
     assert weight.isfinite().all()
     assert all(value.isfinite().all() for value in optimizer.state[weight].values())
-    assert scaler.last_step.applied
+    # A fused kernel cannot divide by 1 / multiplier here: at this scale it is inf.
+    cannot = fused and limit == 1.0
+    assert scaler.last_step.applied is not cannot
+    assert scaler.get_scale() == (2.0**99 if cannot else 2.0**100)
+    moved = 0.0 if cannot else 0.01 + 0.01 * 0.01  # the gradient and weight decay
+    torch.testing.assert_close(weight.detach(), torch.full((64,), 1.0 - moved))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -477,3 +482,184 @@ def test_finite_gradients_whose_norm_float32_cannot_hold_are_applied(order, fuse
     assert norm.item() == pytest.approx(plain * count, rel=1e-5)
     assert scaler.last_step.applied
     torch.testing.assert_close(weight.detach(), torch.full((64,), 1.0 - 1e3 / count))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize(
+    ("dtype", "size", "scale"),
+    [(torch.float64, 1e60, 2.0**16), (torch.float32, 1e38, 1.0), (None, 1e33, 2.0**16)],
+)
+def test_gradients_beyond_float32_are_clipped_to_the_threshold(
+    dtype, size, scale, sync, fused, unscaled
+):
+    """Clipping them to zeros would be a step that learns nothing."""
+    weight = torch.nn.Parameter(torch.ones(64, dtype=dtype or torch.float32))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=scale, sync=sync)
+    scaler.scale((weight * size).sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    norm = scaler.clip_grad_norm_(optimizer, 2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert norm.item() == pytest.approx(8.0 * size)
+    assert scaler.last_step.norm == pytest.approx(8.0 * size)
+    assert scaler.last_step.applied
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.75))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize(
+    "bound", [-1.0, math.nan, None, "1", torch.tensor(-1.0), torch.tensor(math.nan)]
+)
+def test_a_bound_that_would_reverse_or_spoil_gradients_is_refused(
+    bound, clip, enabled, unscaled
+):
+    """As a number or as a tensor, whatever happened to the gradients before."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", enabled=enabled)
+    scaler.scale(weight.sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    before = weight.grad.clone()
+    with pytest.raises(OptionError, match="at least 0"):
+        getattr(scaler, clip)(optimizer, bound)
+    assert torch.equal(weight.grad, before)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_negative_bound_on_a_device_skips_the_step(fused, unscaled, monkeypatch):
+    """It is not read there, and must not turn the step around."""
+    monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, torch.tensor(-1.0))
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.applied
+    assert torch.equal(weight, torch.ones(2))
+
+
+@pytest.mark.parametrize("order", [math.nan, "two", None])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_order_that_is_none_is_refused(order, enabled):
+    """A norm of order NaN is NaN, and so were the gradients after it."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", enabled=enabled)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(OptionError, match="`norm_type` must be the order of a norm"):
+        scaler.clip_grad_norm_(optimizer, 1.0, order)
+
+
+def test_torch_s_argument_foreach_is_taken():
+    """Code that passes it to torch's functions passes it here."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale((weight * 4.0).sum()).backward()
+    scaler.clip_grad_value_(optimizer, 3.0, foreach=False)
+    assert scaler.clip_grad_norm_(optimizer, math.inf, foreach=True) == math.sqrt(18.0)
+
+
+@pytest.mark.parametrize("first", ["clip", "unscale", "value"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_sparse_gradients_are_clipped_again(first, sync):
+    """Torch has no norm of a sparse tensor; its values have one."""
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.scale(table(torch.tensor([0, 0, 1])).sum()).backward()  # 2, 2, 1, 1
+    if first == "unscale":
+        scaler.unscale_(optimizer)
+    elif first == "value":
+        scaler.clip_grad_value_(optimizer, 10.0)
+    else:
+        scaler.clip_grad_norm_(optimizer, 100.0)
+    assert scaler.clip_grad_norm_(optimizer, 0.5).item() == pytest.approx(10**0.5)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+    assert scaler.last_step.norm == pytest.approx(10**0.5)
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("by", ["torch", "clamp"])
+def test_the_norm_of_gradients_edited_by_hand_is_not_guessed(by, fused, sync):
+    """What `.grad` holds then is not the norm before clipping."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", sync=sync)
+    for bad in (1.0, math.inf):
+        optimizer.zero_grad()
+        scaler.scale((weight * 1000.0 * torch.tensor([1.0, bad])).sum()).backward()
+        scaler.unscale_(optimizer)
+        if by == "torch":
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        else:
+            weight.grad.clamp_(-1.0, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if bad == 1.0:
+            assert scaler.last_step.norm is None
+    assert scaler.last_step.norm == math.inf
+    assert scaler.last_step.offenders == ("param_groups[0]['params'][0] (2)",)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_clipping_by_value_keeps_norm_and_offenders(
+    bad, fused, sync, hidden, monkeypatch
+):
+    """The clamped gradients show neither."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.scale(3.0 * params[0].sum() + 4.0 * params[1].sum()).backward()
+    if bad is not None:
+        params[1].grad[0] = bad
+    scaler.clip_grad_value_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    last = scaler.last_step
+    if bad is None:
+        assert last.norm == pytest.approx(50**0.5)
+        assert torch.equal(params[0], torch.full((2,), 0.9))
+    else:
+        assert not math.isfinite(last.norm)
+        assert last.offenders == ("param_groups[0]['params'][1] (2)",)
+
+
+def test_a_disabled_scaler_reports_the_norm_before_clipping():
+    """As an enabled one, and nothing if the gradients were edited by hand."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", enabled=False)
+    norms = []
+    for way in ("ours", "torch", "none"):
+        optimizer.zero_grad()
+        scaler.scale((weight * 1000.0).sum()).backward()
+        if way == "ours":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        elif way == "torch":
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(scaler.last_step.norm)
+    assert norms == [pytest.approx(2e6**0.5), None, pytest.approx(2e6**0.5)]

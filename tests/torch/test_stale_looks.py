@@ -249,3 +249,146 @@ def test_a_group_added_after_the_look_is_refused():
             scaler.step(optimizer)
         assert torch.equal(other, torch.ones(2))
         param.grad = other.grad = None
+
+
+def unscaled_by(way, scaler, optimizer, param):
+    """Leave unscaled gradients in `.grad`, in one of the ways that a scaler has."""
+    if way == "accumulate":
+        with scaler.accumulate(1, optimizer) as window:
+            window.backward(param.sum())
+    elif way == "backward":
+        scaler.backward({"one": param.sum(), "two": param.sum()}, optimizer)
+    else:
+        scaler.scale(param.sum()).backward()
+        getattr(scaler, way)(optimizer, *([9.0] if "clip" in way else []))
+
+
+WAYS = ["accumulate", "backward", "unscale_", "clip_grad_norm_", "clip_grad_value_"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("then", ["step", "clip_grad_norm_"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("times", [1.0, math.nan])
+def test_a_further_backward_pass_is_refused_whatever_came_before(
+    times, fused, sync, then, way
+):
+    """Its gradients were never checked, and are multiplied by the scale."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", sync=sync)
+    unscaled_by(way, scaler, optimizer, param)
+    scaler.scale(param.sum() * times).backward()
+    with pytest.raises(CallOrderError, match="found other gradients"):
+        getattr(scaler, then)(optimizer, *([1.0] if "clip" in then else []))
+    assert torch.equal(param, torch.ones(2))
+
+
+@pytest.mark.parametrize("way", ["accumulate", "backward"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backward_pass_past_the_scaler_is_refused_after_a_sum(fused, way):
+    """No call of `scale` announces it."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    unscaled_by(way, scaler, optimizer, param)
+    (param.sum() * math.nan).backward()
+    with pytest.raises(CallOrderError, match="found other gradients"):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_group_added_later_is_refused_whatever_came_before(fused, sync, way):
+    """Also if its gradient comes from elsewhere."""
+    param, other = weight(), weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", sync=sync)
+    unscaled_by(way, scaler, optimizer, param)
+    other.grad = torch.full((2,), math.nan)
+    optimizer.add_param_group({"params": [other]})
+    with pytest.raises(CallOrderError, match="parameter group was added"):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(2))
+    assert torch.equal(other, torch.ones(2))
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("left", [math.inf, math.nan])
+def test_what_an_earlier_batch_left_in_grad_is_checked_with_the_sum(left, fused, sync):
+    """Overflow, no `zero_grad`, a good batch: the sum is what counts."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", sync=sync)
+    for times in (left, 1.0):
+        scaler.backward({"one": param.sum() * times}, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not scaler.last_step.applied
+    assert torch.equal(param, torch.ones(2))
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("look", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("tied", ["parameter", "gradient"])
+def test_gradients_of_two_optimizers_are_divided_once(tied, look, fused, sync):
+    """The second would divide again what the first has divided."""
+    param = weight()
+    other = param if tied == "parameter" else weight()
+    first, second = (
+        torch.optim.SGD([one], lr=0.1, fused=fused) for one in (param, other)
+    )
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.scale(param.sum()).backward()
+    other.grad = param.grad
+    arguments = [9.0] if "clip" in look else []
+    getattr(scaler, look)(first, *arguments)
+    with pytest.raises(CallOrderError, match="inspected or unscaled already"):
+        getattr(scaler, look)(second, *arguments)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_optimizers_may_step_one_parameter_by_gradients_of_their_own(
+    fused, to_none
+):
+    """Cleared and computed again in between, they are other gradients."""
+    param = weight()
+    optimizers = [torch.optim.SGD([param], lr=0.1, fused=fused) for _ in range(2)]
+    scaler = GradScaler("cpu")
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=to_none)
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(param.detach(), torch.full((2,), 0.8))
+
+
+@pytest.mark.parametrize("look", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_that_two_parameters_share_is_refused(fused, look):
+    """It would be divided once for each of them."""
+    param, other = weight(), weight()
+    optimizer = torch.optim.SGD([param, other], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    other.grad = param.grad
+    with pytest.raises(CallOrderError, match=r"same tensor as `.grad`.*\[1\] \(2\)"):
+        getattr(scaler, look)(optimizer, *([9.0] if "clip" in look else []))
+    assert torch.equal(other, torch.ones(2))
+
+
+def test_one_parameter_listed_twice_is_refused():
+    """Torch's constructor warns or refuses; groups edited by hand pass it by."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.param_groups.append(dict(optimizer.param_groups[0]))
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(CallOrderError, match="listed twice"):
+        scaler.step(optimizer)

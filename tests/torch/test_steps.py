@@ -3,13 +3,15 @@
 import gc
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from nets import OPTIMIZERS, loss_of, net, spoil, train
 
+import buoy
 from buoy import Step, Verdict
-from buoy.torch import BuoyWarning, GradScaler, OptionError
+from buoy.torch import BuoyWarning, Extension, GradScaler, OptionError
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -353,3 +355,71 @@ def test_a_report_belongs_to_its_optimizer_and_not_to_its_place_in_memory():
         assert scaler.last_step_of(optimizer) is scaler.last_step
         del optimizer
     assert len(seen) < 20
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_gate_that_raises_keeps_no_other_from_advancing(enabled):
+    """The step was applied: every schedule and average belongs to it."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", enabled=enabled)
+    seen = []
+
+    def fail():
+        raise ZeroDivisionError
+
+    class Fails(Extension):
+        def concluded(self, scaler, works):
+            raise ZeroDivisionError
+
+    scaler.gate(partial(seen.append, 1), fail, partial(seen.append, 2))
+    if enabled:
+        scaler.attach(Fails())
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        scaler.update()
+    assert [1, 2] == seen
+
+
+def test_torch_s_average_is_gated_by_its_own_method():
+    """It follows the scaler's model, and only applied steps count."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    scaler = GradScaler("cpu", model=model)
+    scaler.gate(average)
+    for bad in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert 2 == average.n_averaged
+
+
+def test_an_average_without_a_model_is_refused_in_one_line():
+    """With the call to write instead, and without the model printed."""
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+    with pytest.raises(OptionError, match=r"average\.update_parameters\(model\)") as it:
+        GradScaler("cpu").gate(average)
+    assert "Linear" not in str(it.value)
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_a_scaler_prints_as_one_line(sync):
+    """Its policy, its scale, and what became of the steps so far."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", sync=sync)
+    for bad in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    expected = "GradScaler(policy='torch', scale=32768, applied=2, skipped=1)"
+    assert expected == repr(scaler)
+    assert "policy='headroom'" in repr(GradScaler("cpu", policy="headroom"))
+    assert "policy='Static'" in repr(
+        GradScaler("cpu", policy=buoy.Static(init_scale=8.0))
+    )
+    assert "GradScaler(enabled=False)" == repr(GradScaler("cpu", enabled=False))

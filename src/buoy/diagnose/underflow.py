@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from buoy._core.errors import OptionError
 from buoy.diagnose.hooks import base_of
 from buoy.diagnose.rehearse import StepFn, kept_aside, rehearse
 from buoy.diagnose.shadow import in_full_precision
 from buoy.diagnose.shares import Share, Underflow, summed
 from buoy.torch import GradScaler
-from buoy.torch.errors import OptionError
 
 __all__ = ["measure_underflow"]
 

@@ -3,7 +3,17 @@
 from buoy.torch import GradScaler            # was: from torch.amp import GradScaler
 """
 
-from buoy._core.errors import MissingBackendError
+from buoy._core.errors import (
+    AbsentRankError,
+    BuoyWarning,
+    CallOrderError,
+    DeviceModeError,
+    MissingBackendError,
+    OptionError,
+    RankMismatchError,
+    StuckError,
+    StuckWarning,
+)
 from buoy._core.spikes import SpikeGuard
 from buoy._core.watch import Stuck
 
@@ -16,19 +26,7 @@ except ImportError as error:
     )
     raise MissingBackendError(message) from error
 
-from buoy.torch.errors import (
-    AbsentRankError,
-    BuoyWarning,
-    CallOrderError,
-    DeviceModeError,
-    Fp16ParametersError,
-    NonfiniteNormError,
-    OptionError,
-    RankMismatchError,
-    StateError,
-    StuckError,
-    StuckWarning,
-)
+from buoy.torch.errors import Fp16ParametersError, NonfiniteNormError, StateError
 from buoy.torch.features.keep_fp32 import KeptFp32, keep_fp32
 from buoy.torch.features.local_scales import LocalScales, local_scales
 from buoy.torch.features.masters import MasterWeights

@@ -6,13 +6,15 @@ other's state.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from buoy._core.codec import decode
+from buoy._core.errors import BuoyError, BuoyWarning
 from buoy._core.ops import single
 from buoy._core.warn import warn
-from buoy.torch.errors import BuoyWarning, StateError
+from buoy.torch.errors import StateError
 from buoy.torch.hooks import Hooks
 from buoy.torch.policy_state import FLOAT32_MAX, SMALLEST
 from buoy.torch.scale import Scale
@@ -21,7 +23,15 @@ __all__ = ["VERSION", "Saved", "checked", "load", "own_state"]
 
 VERSION = 1
 _TOP = ("groups", "spikes")  # features whose state is next to the policy's
+_TORCHS = {  # torch's entries: above which number, and whether they are whole
+    "scale": (-math.inf, False),
+    "growth_factor": (0.0, False),
+    "backoff_factor": (0.0, False),
+    "growth_interval": (-math.inf, True),
+    "_growth_tracker": (-1.0, True),
+}
 _DEFAULT_SCALE = 2.0**16
+_MOST = 2**31 - 1
 
 
 class Saved(NamedTuple):
@@ -32,7 +42,9 @@ class Saved(NamedTuple):
     backoff_factor: float
     growth_interval: int
     clean_steps: int  # finite steps since the scale last moved
-    own: dict[str, Any]  # Buoy's entry
+    parts: dict[str, Any]  # the states of features
+    state: Any  # of the policy; None: only the scale is loaded
+    turn: int
 
 
 def own_state(rule: Scale, hooks: Hooks) -> dict[str, Any]:
@@ -46,7 +58,7 @@ def own_state(rule: Scale, hooks: Hooks) -> dict[str, Any]:
 
 
 def checked(state: Any, rule: Scale) -> Saved:
-    """Check a state; raise a StateError that names what is wrong."""
+    """Check a state before anything is loaded; raise an error that names the entry."""
     if not isinstance(state, dict):
         raise StateError(f"A state must be a dict, got {type(state).__name__}.")
     if not state:
@@ -61,27 +73,51 @@ def checked(state: Any, rule: Scale) -> Saved:
             f"This state was saved by another release of Buoy: {own!r:.80}. Load it "
             "with that release, or delete its 'buoy' entry to keep only the scale."
         )
-    return Saved(
-        _usable(_number(state, "scale"), rule),
-        _number(state, "growth_factor"),
-        _number(state, "backoff_factor"),
-        int(_number(state, "growth_interval")),
-        int(_number(state, "_growth_tracker")),
-        own,
-    )
+    scale, *others = [_number(state, name) for name in _TORCHS]
+    parts = own.get("parts", {})
+    if not isinstance(parts, dict):
+        raise _damaged("parts", parts)
+    parts = {**parts, **{key: own[key] for key in _TOP if key in own}}
+    policy = _of_policy(own, rule) if "state" in own else (None, 0)
+    return Saved._make([_usable(scale, rule), *others, parts, *policy])
 
 
 def _number(state: dict[str, Any], name: str) -> float:
-    try:
-        value = state[name]
-        return value if isinstance(value, int) else float(value)
-    except KeyError:
-        found = f"it has no {name!r}, only {', '.join(map(repr, state))!s:.120}"
-    except (TypeError, ValueError):
-        found = f"its {name!r} is {state[name]!r:.60}, which is no number"
-    raise StateError(
-        f"This is not the state of a scaler: {found}. Pass what "
-        "`scaler.state_dict()` returned."
+    """Return one of torch's entries; a scale that cannot be used is replaced later."""
+    low, whole = _TORCHS[name]
+    with suppress(KeyError, TypeError, ValueError, RuntimeError):
+        number = float(state[name])
+        if name == "scale" or (low < number < _MOST and not (whole and number % 1)):
+            return int(number) if whole else number
+    raise _damaged(name, state.get(name, "missing"))
+
+
+def _of_policy(own: dict[str, Any], rule: Scale) -> tuple[Any, int]:
+    """Return the state of the policy and its turn; warn if it is of another policy."""
+    state, saved, turn = decode(own["state"]), own.get("policy"), own.get("turn", 0)
+    if not isinstance(saved, dict) or type(turn) is not int:
+        raise _damaged("policy", saved)
+    kind: Any = saved.get("kind")
+    with suppress(BuoyError):  # a class that is not registered
+        kind = type(decode(saved)).__name__
+    run = rule.run
+    name = "torch's rule" if run is None else type(run.policy).__name__
+    if run is not None and kind == name and type(state) is type(run.state):
+        if not (SMALLEST <= state.scale <= FLOAT32_MAX and 0 <= turn < _MOST):
+            raise _damaged("state", own["state"])
+        return state, turn
+    warn(
+        f"The loaded state is of policy {kind!r}, this scaler follows {name!r}: only "
+        "the scale was taken over.",
+        BuoyWarning,
+    )
+    return None, 0
+
+
+def _damaged(name: str, value: Any) -> StateError:
+    return StateError(
+        f"This is not the state of a scaler, or a damaged one: its {name!r} is "
+        f"{value!r:.120}. Nothing was loaded. Pass what `scaler.state_dict()` returned."
     )
 
 
@@ -104,25 +140,17 @@ def _usable(scale: float, rule: Scale) -> float:
 
 def load(saved: Saved, rule: Scale, hooks: Hooks) -> None:
     """Restore a state; without the entry `buoy`, only the scale."""
-    own, run = saved.own, rule.run
-    state = decode(own["state"]) if "state" in own and run is not None else None
+    hooks.load_state_dict(saved.parts)  # first: it may raise
     rule.growth_factor, rule.backoff_factor, rule.growth_interval = saved[1:4]
-    parts = {key: own[key] for key in _TOP if key in own}
-    hooks.load_state_dict({**own.get("parts", {}), **parts})
+    run = rule.run
     if run is None:
         rule.load(saved.scale, saved.clean_steps)
         return
-    if type(state) is type(run.state):
-        rule.count_from(int(own.get("turn", 0)))
-        rule.restore(state)
-        return
+    state = saved.state
     if state is not None:
-        warn(
-            f"The loaded state is of policy {own['policy'].get('kind')!r}, this scaler "
-            f"follows {type(run.policy).__name__!r}: only the scale was taken over.",
-            BuoyWarning,
-        )
-    started = run.started(single(saved.scale))
-    if hasattr(started, "clean_steps"):
-        started = replace(started, clean_steps=saved.clean_steps)
-    rule.restore(started)
+        rule.count_from(saved.turn)
+    else:
+        state = run.started(single(saved.scale))
+        if hasattr(state, "clean_steps"):
+            state = replace(state, clean_steps=saved.clean_steps)
+    rule.restore(state)

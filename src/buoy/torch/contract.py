@@ -167,6 +167,7 @@ class TorchContract(TorchGradScaler):
         if work["stage"] is OptState.UNSCALED:
             raise errors.unscale_twice()
         self._unscale(work)
+        self._surveyor.note_unscaled(work)
         work.freshness = work.freshness or Freshness(optimizer, gather(optimizer))
         if self._iteration.scalings > 1:  # the backward pass of one may come later
             work.freshness.expect_backward()
@@ -216,25 +217,20 @@ class TorchContract(TorchGradScaler):
         self._surveyor.settle(self._per_optimizer_states[id(optimizer)])
         return super()._found_inf_per_device(optimizer)
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> float | None:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients if needed, and step if all of them are finite.
 
         With a closure, each evaluation is scaled, checked and unscaled.  The closure
         returns the loss, or scales it and calls `backward` itself (docs/closures.md).
         """
-        result: float | None
         if (args or kwargs) and feature("closures").given(args, kwargs):
-            result = feature("closures").step(self, optimizer, args, kwargs)
-            return result
+            return feature("closures").step(self, optimizer, args, kwargs)
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
             self._log.add_unscaled(optimizer)
             return result
         if torch.compiler.is_compiling():
-            result = compiled().step(self, optimizer)
-            return result
+            return compiled().step(self, optimizer)
         work = self._work(optimizer, "step")
         now = self._rule.now()
         for hook in self._hooks.before_step:
@@ -263,22 +259,18 @@ class TorchContract(TorchGradScaler):
         optimizer_state: dict[str, Any],
         *args: Any,
         **kwargs: Any,
-    ) -> float | None:
+    ) -> Any:
         """Step or skip an optimizer that does not take `found_inf`."""
         work: Any = optimizer_state
         home: Any = self._rule.tensor
         found = combined(work["found_inf_per_device"], home.device)
-        result: float | None = None
         if found is None:
             return None
         if self._options.sync == "never":
             with self._surveyor.fp16.stepping(optimizer):
-                result = optimizers.step_or_restore(optimizer, found, args, kwargs)
-        else:
-            work.finite = optimizers.read_found_inf(work, found)
-            if work.finite:
-                result = optimizer.step(*args, **kwargs)
-        return result
+                return optimizers.step_or_restore(optimizer, found, args, kwargs)
+        work.finite = optimizers.read_found_inf(work, found)
+        return optimizer.step(*args, **kwargs) if work.finite else None
 
     def _step_with_found_inf(
         self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -328,8 +320,8 @@ class TorchContract(TorchGradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale; call it once per iteration, after all steps."""
         if not self._enabled:
-            for gate in self._log.gates:
-                gate.advance()
+            self._log.norms.clear()
+            self._log.open_gates(None)
             return
         if torch.compiler.is_compiling():
             compiled().update(self)
@@ -373,10 +365,12 @@ class TorchContract(TorchGradScaler):
         try:
             log.conclude(Ended(works, evidence, self._iteration, step, scales, home))
         finally:
-            for hook in self._hooks.concluded:
-                hook(works)
-            if log.gates and "groups" not in self._hooks.by_key:  # which opens them
-                log.open_gates([work.outcome for work in works if work.outcome])
+            try:
+                for hook in self._hooks.concluded:
+                    hook(works)
+            finally:
+                if log.gates and "groups" not in self._hooks.by_key:  # it opens them
+                    log.open_gates([work.outcome for work in works if work.outcome])
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, plus `buoy` if a policy or feature has state."""
@@ -390,6 +384,7 @@ class TorchContract(TorchGradScaler):
         if not self._enabled:
             return
         state = checkpoint.checked(state_dict, self._rule)
-        self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
-        self._iteration.scalings = 0  # a loss scaled before this is of another run
         checkpoint.load(state, self._rule, self._hooks)
+        self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
+        # Gradients that were scaled or inspected before this are of another run.
+        self._iteration.scalings, self._per_optimizer_states = 0, defaultdict(Work)

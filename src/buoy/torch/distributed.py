@@ -25,8 +25,8 @@ from buoy._backends.torch import collectives
 from buoy._backends.torch import rank_norms as norms
 from buoy._backends.torch.collectives import NormGroup, ProcessGroups, Ranks, code_of
 from buoy._backends.torch.rank_norms import LocalNorm, RankGradients
+from buoy._core.errors import RankMismatchError
 from buoy._core.step import MEASUREMENTS
-from buoy.torch.errors import RankMismatchError
 
 __all__ = ["Agreed", "Agreement", "Findings", "late_error"]
 

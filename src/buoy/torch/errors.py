@@ -7,44 +7,7 @@ for one catches the errors of the other.  Functions make the errors with long me
 what happened, why it matters, what to do.
 """
 
-from buoy._core.errors import (
-    AbsentRankError,
-    BuoyError,
-    BuoyWarning,
-    CallOrderError,
-    DeviceModeError,
-    OptionError,
-    RankMismatchError,
-    StateVersionError,
-    StuckError,
-    StuckWarning,
-)
-
-__all__ = [
-    "PASSES_ITSELF",
-    "UNSCALED_EARLY",
-    "AbsentRankError",
-    "BuoyWarning",
-    "CallOrderError",
-    "DeviceModeError",
-    "Fp16ParametersError",
-    "NonfiniteNormError",
-    "OptionError",
-    "RankMismatchError",
-    "StateError",
-    "StuckError",
-    "StuckWarning",
-    "before_scale",
-    "changed",
-    "mid_iteration",
-    "no_gradients",
-    "nonfinite_norm",
-    "nothing_recorded",
-    "step_twice",
-    "unscale_after_step",
-    "unscale_twice",
-    "unscaled_elsewhere",
-]
+from buoy._core.errors import BuoyError, CallOrderError, StateVersionError
 
 
 class Fp16ParametersError(BuoyError, ValueError, RuntimeError):
@@ -90,12 +53,21 @@ def unscale_twice() -> CallOrderError:
 
 
 def unscaled_elsewhere() -> CallOrderError:
-    """Return the error for two objects with the same parameter groups."""
+    """Return the error for two optimizers that have the same gradients."""
     return CallOrderError(
-        "The gradients of this optimizer were unscaled already, through another object "
-        "with the same `param_groups`: a wrapper of it, or what it wraps. Dividing by "
-        "the scale twice would make them far too small. Pass the same object to "
-        "`unscale_`, `clip_grad_norm_` and `step`."
+        "Gradients of this optimizer were inspected or unscaled already, through "
+        "another object: a wrapper of it, or an optimizer with the same parameters. "
+        "Dividing by the scale twice would make them far too small. Pass the same "
+        "object to `unscale_`, `clip_grad_norm_` and `step`, and each parameter once."
+    )
+
+
+def shared_gradient(names: tuple[str, ...]) -> CallOrderError:
+    """Return the error for one gradient of several parameters of an optimizer."""
+    return CallOrderError(
+        "Several parameters of this optimizer have the same tensor as `.grad`, or one "
+        "parameter is listed twice: it would be divided by the scale more than once. "
+        f"List each once; copy a shared gradient. They are {', '.join(names)!s:.200}."
     )
 
 
@@ -165,6 +137,12 @@ PASSES_ITSELF = (
     "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
     "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
     "directly."
+)
+JOIN = (
+    "A scaler cannot take part in torch.distributed's Join: a rank without data would "
+    "have to repeat what the other ranks do. Pass equally many batches to every rank, "
+    "or let a rank without data run a last batch with a loss of zero "
+    "(`model(batch).sum() * 0`)."
 )
 UNSCALED_EARLY = (
     "They have some now: `unscale_` was called before `backward()`. Call it after the "

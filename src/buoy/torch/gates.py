@@ -4,19 +4,20 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from buoy._backends.torch.gradients import parameters_of
+from buoy._core.errors import BuoyWarning, OptionError
 from buoy._core.warn import warn
-from buoy.torch.errors import BuoyWarning, OptionError
 
 __all__ = ["AdvanceOn", "Gate", "make_gates"]
 
 AdvanceOn = Literal["applied", "attempted"]
 
-_METHODS = ("step", "update", "__next__")
+_METHODS = ("step", "update", "update_parameters", "__next__")
 _PATIENCE = 10  # updates without a step of a gate's own optimizer
 
 
@@ -54,9 +55,9 @@ class Gate:
 
 
 def make_gates(
-    things: tuple[Any, ...], optimizer: Any, advance_on: AdvanceOn
+    things: tuple[Any, ...], optimizer: Any, advance_on: AdvanceOn, model: Any
 ) -> list[Gate]:
-    """Find the method that advances each object."""
+    """Find the method that advances each object; `model` is what averages follow."""
     if advance_on not in ("applied", "attempted"):
         raise OptionError(
             "`advance_on` must be 'applied' (only when the weights moved) or "
@@ -64,7 +65,7 @@ def make_gates(
         )
     return [
         Gate(
-            _advance(thing),
+            _advance(thing, model),
             getattr(thing, "optimizer", None) if optimizer is None else optimizer,
             advance_on == "attempted",
         )
@@ -72,7 +73,7 @@ def make_gates(
     ]
 
 
-def _advance(thing: Any) -> Callable[[], object]:
+def _advance(thing: Any, model: Any) -> Callable[[], object]:
     """Return the method that advances an object; raise if it needs an argument."""
     if hasattr(thing, "param_groups"):
         raise OptionError(
@@ -87,18 +88,22 @@ def _advance(thing: Any) -> Callable[[], object]:
     advance = next(filter(callable, found), None)
     if advance is None:
         raise OptionError(
-            f"{thing!r} cannot be gated: it has neither `step()` nor `update()` and is "
-            "no plain callable. Pass a function without arguments, e.g. "
+            f"{thing!r:.60} cannot be gated: it has neither `step()` nor `update()` "
+            "and is no plain callable. Pass a function without arguments, e.g. "
             "`scaler.gate(lambda: ema.update(model))`."
         )
-    if needed := _first_argument(advance):
-        called = getattr(advance, "__name__", "it")
-        raise OptionError(
-            f"{type(thing).__name__} cannot be gated as it is: `{called}` needs "
-            f"`{needed}`, which `update` does not know. Pass a function that does, "
-            f"e.g. `scaler.gate(lambda: scheduler.{called}({needed}))`."
-        )
-    return advance
+    needed = _first_argument(advance)
+    if needed is None:
+        return advance
+    if needed == "model" and model is not None:
+        return partial(advance, model)
+    called = getattr(advance, "__name__", "it")
+    name = "scheduler" if called == "step" else "average"
+    raise OptionError(
+        f"{type(thing).__name__} cannot be gated as it is: `{called}` needs "
+        f"`{needed}`, which `update` does not know. Pass a function that does, e.g. "
+        f"`scaler.gate(lambda: {name}.{called}({needed}))`."
+    )
 
 
 def _first_argument(function: Callable[..., object]) -> str | None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from buoy.torch.errors import StateError
+
 __all__ = [
     "Extension",
     "Hooks",
     "compiled",
-    "default_extensions",
     "feature",
     "is_foreign",
 ]
@@ -87,6 +88,7 @@ Hook = Callable[..., None]
 class Hooks:
     """The extensions of one scaler, and the overridden methods per hook."""
 
+    # These annotations are the list of hooks.
     loss_scaled: tuple[Hook, ...]
     before_look: tuple[Hook, ...]
     looked: tuple[Hook, ...]
@@ -97,8 +99,8 @@ class Hooks:
     before_update: tuple[Hook, ...]
     concluded: tuple[Hook, ...]
 
-    def __init__(self, scaler: Any, extensions: list[Extension]) -> None:
-        self.extensions = extensions
+    def __init__(self, scaler: Any, options: Any = None) -> None:
+        self.extensions = [] if options is None else _default_extensions(options)
         self._scaler = scaler
         self.unclaimed: dict[str, Any] = {}  # loaded, of extensions not attached yet
         self._collect()
@@ -139,11 +141,17 @@ class Hooks:
         return kept
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Restore each extension; keep the rest for those attached later."""
-        self.unclaimed = dict(states)
-        for one in self.extensions:
-            if one.key in self.unclaimed:
-                one.load_state_dict(self.unclaimed.pop(one.key))
+        """Restore each extension, or none; keep the rest for those attached later."""
+        before = {x: x.state_dict() for x in self.extensions if x.key in states}
+        try:
+            for one in before:
+                one.load_state_dict(states[one.key])
+        except Exception as error:
+            for one, state in before.items():
+                one.load_state_dict(state)
+            message = f"A part of the state is damaged, nothing was loaded: {error}"
+            raise StateError(message) from error
+        self.unclaimed = {k: v for k, v in states.items() if k not in self.by_key}
 
 
 def feature(name: str) -> ModuleType:
@@ -163,7 +171,7 @@ def compiled() -> ModuleType:
     return module
 
 
-def default_extensions(options: Any) -> list[Extension]:
+def _default_extensions(options: Any) -> list[Extension]:
     """Create the extensions that a scaler's options require."""
     found: list[Extension] = [feature("hints").Hints()]
     if options.spike_guard is not None:

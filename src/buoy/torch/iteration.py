@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +23,6 @@ from buoy.torch.policy_state import Evidence
 if TYPE_CHECKING:
     from buoy.torch.distributed import Agreed
 
-__all__ = [
-    "Flags",
-    "Freshness",
-    "Iteration",
-    "Measured",
-    "Work",
-    "combined",
-    "evidence_of",
-    "merged",
-]
-
 Flags = dict[torch.device, torch.Tensor]
 Measured = dict[str, float | torch.Tensor]
 _LOSSES = 64  # of one iteration that are kept, for its verdict
@@ -49,6 +38,8 @@ class Work(dict[str, Any]):
 
     optimizer: Any = None
     gathered: Gathered | None = None  # the gradients that were inspected
+    held: Sequence[Any] = ()  # the `.grad` of each, kept alive
+    first: tuple[Any, int] | None = None  # `first_gradient`, once unscaled
     survey: Survey | None = None
     multiplier: torch.Tensor | None = None  # unscales and clips; not applied yet
     norm: torch.Tensor | None = None  # unscaled, before clipping
@@ -86,14 +77,27 @@ class Work(dict[str, Any]):
         self.update(stage=OptState.READY, found_inf_per_device={})
 
     def is_alias_in(self, works: Iterable["Work"]) -> bool:
-        """Return whether another object's work has the same parameter groups."""
-        groups = getattr(self.optimizer, "param_groups", None)
+        """Return whether another optimizer's work has inspected one of its gradients.
+
+        Gradients of a step are other ones once they were cleared.
+        """
+        if self.held:
+            return False
+        mine = {id(param.grad) for param in parameters_of(self.optimizer)}
         return any(
-            other is not self
-            and other.gathered is not None
-            and getattr(other.optimizer, "param_groups", 0) is groups
+            not mine.isdisjoint(map(id, other.held))
+            and (other.outcome is None or other.outcome.has_unscaled())
             for other in works
         )
+
+    def first_gradient(self) -> tuple[Any, int] | None:
+        """Return one gradient and its version: a new backward pass changes it, too."""
+        params = () if self.gathered is None else self.gathered.params
+        found = params[0].grad if params else None
+        if found is None:
+            held = parameters_of(self.optimizer)
+            found = next((p.grad for p in held if p.grad is not None), None)
+        return None if found is None else (weakref.ref(found), found._version)
 
     def veto(self, flag: torch.Tensor, home: torch.device) -> None:
         """Skip the step for a reason that the policy must not see."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from buoy.torch.errors import OptionError
+from buoy._core.errors import OptionError
 
 __all__ = ["Names"]
 

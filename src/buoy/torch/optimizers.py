@@ -8,7 +8,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,17 +19,6 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot
 from buoy.torch.iteration import Work
-
-__all__ = [
-    "read_found_inf",
-    "recipients",
-    "step_or_restore",
-    "step_with_found_inf",
-    "takes_scaler",
-    "takes_scaling",
-    "unscales",
-    "unscales_in_place",
-]
 
 _DECLARED = "_step_supports_amp_scaling"
 _TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -114,13 +103,11 @@ def takes_scaler(optimizer: Any) -> bool:
     if type(optimizer) in _PLAIN and "step" not in optimizer.__dict__:
         return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
-    try:
-        found = _TAKES_SCALER.get(step)
-        if found is None:
-            found = "grad_scaler" in inspect.signature(step).parameters
-            _TAKES_SCALER[step] = found
-    except TypeError:  # no weak references: inspect every time
-        return "grad_scaler" in inspect.signature(step).parameters
+    with suppress(KeyError, TypeError):  # not seen yet, or no weak references to it
+        return _TAKES_SCALER[step]
+    found = "grad_scaler" in inspect.signature(step).parameters
+    with suppress(TypeError):
+        _TAKES_SCALER[step] = found
     return found
 
 
@@ -154,7 +141,7 @@ def step_with_found_inf(
     work.finite = None if seen is None else not seen
     work.handed = work["stage"] is not OptState.UNSCALED
     if work.multiplier is not None:
-        scale = work.multiplier.reciprocal()
+        scale = work.multiplier.reciprocal().float()
     whom = recipients(optimizer).found
     for one in whom:
         if found is not None and isinstance(one, torch.optim.SGD):

@@ -8,23 +8,14 @@ from typing import Any, Literal
 
 import torch
 
+from buoy._backends import torch as backend
+from buoy._core.errors import OptionError
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as make_policy
 from buoy._core.spikes import SpikeGuard
 from buoy._core.watch import PATIENCE, OnStuck
-from buoy.torch.errors import OptionError
 from buoy.torch.policy_state import FLOAT32_MAX, SMALLEST
 from buoy.torch.scale import Scale
-
-__all__ = [
-    "TORCH_DEFAULTS",
-    "Fp16Params",
-    "Options",
-    "check_factor",
-    "check_new_scale",
-    "check_norm_order",
-    "check_threshold",
-]
 
 Fp16Params = Literal["error", "master"]
 
@@ -108,16 +99,25 @@ def _usable(scale: float) -> bool:
     return SMALLEST <= scale <= FLOAT32_MAX
 
 
+def _is_device(x: Any) -> bool:
+    with suppress(RuntimeError):  # torch's, for a name that it does not know
+        return isinstance(x, str) and bool(torch.device(x).type)
+    return False
+
+
 def _is_guard(x: Any) -> bool:
     return isinstance(x, SpikeGuard) or x in (None, "skip", "clip")
 
 
-_DEVICE = "`{}` must be the name of a device type, e.g. 'cuda'"
+_DEVICE = (
+    "`{}` must be a device type that torch has, e.g. `GradScaler('cuda', init_scale)`: "
+    "the arguments have the order of torch.amp, not of torch.cuda.amp"
+)
 _SCALE = "`{}` must be a positive number that float32 can hold, and divide 1 by"
 _STEPS = "`{}` must be a whole number of steps"
 _GUARD = "`{}` must be None (off), 'skip', 'clip' or a buoy.torch.SpikeGuard"
 _RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
-    ("device", lambda x: isinstance(x, str), _DEVICE),
+    ("device", _is_device, _DEVICE),
     ("growth_interval", lambda x: hasattr(x, "__index__"), _STEPS),
     ("growth_factor", lambda x: x > 1.0, "The growth factor must be > 1.0 (`{}`)"),
     ("backoff_factor", lambda x: x < 1.0, "The backoff factor must be < 1.0 (`{}`)"),
@@ -137,24 +137,41 @@ _CHOICES: dict[str, dict[str | None, str]] = {
 # -- arguments of methods --------------------------------------------------------------
 
 
-def check_threshold(name: str, value: Any) -> None:
-    """Raise for a threshold that would write NaN into every gradient."""
-    if isinstance(value, torch.Tensor):
-        return  # may be on a device, which is not read
-    if not (isinstance(value, (int, float)) and value >= 0):
-        raise OptionError(
-            f"`{name}` must be a number of at least 0, got {value!r}: gradients are "
-            "multiplied or cut down to it. Pass `float('inf')` to only measure."
-        )
+def checked_threshold(name: str, value: Any, *, wait: bool = False) -> Any:
+    """Return a threshold; raise for one that would reverse gradients or write NaN.
+
+    Without `wait` a tensor that only a device has is returned unread: a step that it
+    would reverse is skipped by `Surveyor.clip`.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.detach().reshape(())
+        if not wait and backend.host_value(value.float()) is None:
+            return value
+    with suppress(TypeError, ValueError, RuntimeError):  # not one number
+        if not isinstance(value, str) and (number := float(value)) >= 0:
+            return number
+    raise OptionError(
+        f"`{name}` must be a number of at least 0, got {value!r:.80}: gradients are "
+        "multiplied or cut down to it. Pass `float('inf')` to only measure."
+    )
 
 
-def check_norm_order(order: float) -> None:
-    """Raise for an order whose norm cannot be computed from norms of parts."""
-    if order == 0.0 or math.isnan(order) or order == -math.inf:
-        raise OptionError(
-            f"`norm_type` {order:g} has no meaning for gradients that several ranks "
-            "hold in parts. Pass 2, another positive number, or `float('inf')`."
-        )
+def checked_clip(max_norm: Any, order: Any, *, ranks: bool) -> tuple[Any, float]:
+    """Return the threshold and the order of a norm; raise for unusable ones.
+
+    With several ranks, the norm must follow from the norms of its parts.
+    """
+    if type(max_norm) is not float or not max_norm >= 0:
+        max_norm = checked_threshold("max_norm", max_norm)
+    with suppress(TypeError, ValueError):
+        number = float(order)
+        if number > 0 or (number <= 0 and not (ranks and number in (0.0, -math.inf))):
+            return max_norm, number
+    raise OptionError(
+        f"`norm_type` must be the order of a norm, got {order!r:.80}: 2, another "
+        "positive number, or `float('inf')`. (0 and -inf have no meaning for gradients "
+        "that several ranks hold in parts.)"
+    )
 
 
 _NEW_SCALE = (
@@ -183,6 +200,8 @@ def check_new_scale(value: Any, device: str, scale: Scale) -> None:
 
 def check_factor(name: str, value: Any) -> None:
     """Raise for a factor or an interval that makes the scale unusable."""
+    if name == "growth_interval" and not hasattr(value, "__index__"):
+        raise OptionError(f"{_STEPS.format(name)}, got {value!r:.80}.")
     number = isinstance(value, (int, float)) and math.isfinite(value)
     if not number or (value <= 0 and name != "growth_interval"):
         raise OptionError(

@@ -2,20 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 import torch
 
 from buoy._backends import torch as backend
-from buoy._backends.torch.gradients import (
-    gather,
-    nonfinite_parameters,
-    parameters_of,
-    take_survey,
-)
-from buoy._backends.torch.poison import poisoned
+from buoy._backends.torch.gradients import gather, parameters_of, take_survey
+from buoy._backends.torch.poison import nonfinite_parameters, poisoned
 from buoy._core.state import Step
 from buoy._core.verdicts import Verdict, judge_losses
 from buoy.torch.distributed import Agreement
@@ -28,16 +23,14 @@ __all__ = ["Context", "LastStep"]
 Number = float | torch.Tensor
 
 
+@dataclass
 class Context:
     """What the verdicts of one scaler's steps depend on."""
 
-    def __init__(
-        self, names: Names, history: Sequence[Number], agreement: Agreement
-    ) -> None:
-        self.names = names
-        self.history = history  # the losses of earlier steps
-        self.agreement = agreement  # other ranks may hold parts of the gradients
-        self.examined: set[int] = set()  # ids of optimizers whose weights are finite
+    names: Names
+    history: Sequence[Number]  # the losses of earlier steps
+    agreement: Agreement  # other ranks may hold parts of the gradients
+    examined: set[int] = field(default_factory=set)  # optimizers with finite weights
 
 
 class LastStep:
@@ -82,7 +75,8 @@ class LastStep:
         try:
             self._optimizer: Callable[[], Any] = weakref.ref(work.optimizer)
         except TypeError:  # no weak reference to it
-            self._optimizer = partial(_same, work.optimizer)
+            held = work.optimizer
+            self._optimizer = lambda: held
         self.found = found
         self._applied = work.finite if found is not None else False
         self._scale = scale
@@ -94,8 +88,7 @@ class LastStep:
             self._parts = params, work.survey.parts
         if losses:
             self._losses = tuple(losses)
-        grad = _first_gradient(work)
-        self._first = None if grad is None else (weakref.ref(grad), grad._version)
+        self._first = work.first or work.first_gradient()
 
     @property
     def applied(self) -> bool:
@@ -123,7 +116,8 @@ class LastStep:
     def norm(self) -> float | None:
         """The unscaled norm, before clipping; inf or NaN when skipped.
 
-        None if it was not measured and the gradients have been cleared since.
+        None if nothing measured it and the gradients were edited after `unscale_`,
+        for example by torch's own clipping, or cleared since.
         """
         if self._norm is None:
             self._norm = self._measure_norm()
@@ -148,7 +142,7 @@ class LastStep:
     def offenders(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients were not finite."""
         if self._offenders is None:
-            if self.applied or not (self._parts or self._unchanged()):
+            if self.applied or not (self._parts or self.is_unchanged()):
                 self._offenders = ()  # `.grad` holds a later step's gradients
             else:
                 self.find_offenders()
@@ -221,8 +215,8 @@ class LastStep:
         self._handed_found, self.found = self.found, found
         self._applied, self._verdict = applied, None
 
-    def _unchanged(self) -> bool:
-        """Return whether `.grad` still holds the gradients of this step."""
+    def is_unchanged(self) -> bool:
+        """Return whether `.grad` still holds the gradients of this step, not edited."""
         optimizer = self._optimizer()
         if optimizer is None or self._first is None:
             return False
@@ -232,9 +226,14 @@ class LastStep:
         )
         return now is not None and now is known() and now._version == version
 
+    def has_unscaled(self) -> bool:
+        """Return whether `.grad` may hold this step's gradients, already divided."""
+        kept = self._handed and not unscales_in_place(self._optimizer())
+        return not kept and self.is_unchanged()
+
     def _nonfinite(self, optimizer: Any) -> list[torch.Tensor]:
         """List the non-finite parameters, from the norms if any, else from `.grad`."""
-        there = self._first is None or self._unchanged()
+        there = self._first is None or self.is_unchanged()
         now = nonfinite_parameters(gather(optimizer)) if there else []
         if self._parts is None:
             return now
@@ -251,7 +250,7 @@ class LastStep:
 
     def _measure_norm(self) -> Number | None:
         """Measure the norm of this step's gradients, if `.grad` still holds them."""
-        if self._context.agreement.active or not self._unchanged():
+        if self._context.agreement.active or not self.is_unchanged():
             return None  # one rank alone cannot measure the global norm
         with torch.no_grad():
             gathered = gather(self._optimizer())
@@ -279,19 +278,5 @@ class LastStep:
         return judge_losses(backend.read(losses), backend.read(history))
 
 
-def _first_gradient(work: Work) -> torch.Tensor | None:
-    """Return one gradient, to detect later changes: a new pass changes it, too."""
-    if work.gathered is not None:
-        params = work.gathered.params
-        if params and params[0].grad is not None:
-            return params[0].grad
-    held = parameters_of(work.optimizer)
-    return next((param.grad for param in held if param.grad is not None), None)
-
-
 def _number(value: Number) -> float:
     return float(value.item()) if isinstance(value, torch.Tensor) else value
-
-
-def _same(thing: Any) -> Any:
-    return thing

@@ -12,11 +12,11 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._core.codec import encode
+from buoy._core.errors import OptionError
 from buoy._core.ops import single
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
-from buoy.torch.errors import OptionError
 from buoy.torch.policy_state import (
     FLOAT32_MAX,
     MIN_SCALE,

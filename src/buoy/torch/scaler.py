@@ -4,6 +4,7 @@ Torch's own methods are in `contract`.  Most methods here belong to a feature an
 one call into `buoy.torch.features`.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -14,8 +15,9 @@ from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.collectives import NormGroup, ProcessGroups
-from buoy._backends.torch.gradients import coalesce_sparse_, gather
+from buoy._backends.torch.gradients import clamp_, gather_summed, parameters_of
 from buoy._backends.torch.losses import scale_gradient
+from buoy._core.errors import OptionError
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.static import NoScaling
 from buoy._core.spikes import SpikeGuard
@@ -23,22 +25,14 @@ from buoy._core.watch import PATIENCE, OnStuck
 from buoy.torch import errors
 from buoy.torch.contract import TorchContract, TorchGradScaler
 from buoy.torch.distributed import Agreement
-from buoy.torch.errors import OptionError
 from buoy.torch.gates import AdvanceOn, make_gates
-from buoy.torch.hooks import (
-    Extension,
-    Hooks,
-    compiled,
-    default_extensions,
-    feature,
-    is_foreign,
-)
+from buoy.torch.hooks import Extension, Hooks, compiled, feature, is_foreign
 from buoy.torch.iteration import Iteration, Work
 from buoy.torch.names import Names
-from buoy.torch.options import Fp16Params, Options, check_norm_order, check_threshold
+from buoy.torch.options import Fp16Params, Options, checked_clip, checked_threshold
 from buoy.torch.outcome import LastStep
 from buoy.torch.step_log import StepLog
-from buoy.torch.survey import Surveyor, clip_as_torch
+from buoy.torch.survey import Surveyor
 
 if TYPE_CHECKING:
     import os
@@ -141,18 +135,29 @@ class GradScaler(TorchContract):
         TorchGradScaler.__init__(self, **options.of_torch())
         self._iteration = Iteration()
         self._log = StepLog(names, options.on_stuck, options.patience, agreement)
-        self._hooks = Hooks(self, [])
+        self._hooks = Hooks(self)
         if not self._enabled:
             del self._rule  # as in torch, whose numbers do not exist either
             return
         self._init_scale = self._rule.init_scale
         self._per_optimizer_states = defaultdict(Work)
-        self._hooks = Hooks(self, default_extensions(options))
+        self._hooks = Hooks(self, options)
         fp16 = feature("masters").Fp16Parameters(options.fp16_params)
         parts = self._rule, agreement, names, self._hooks, self._iteration, fp16
         self._surveyor = Surveyor(*parts)
         if options.device == "cpu":
             backend.self_test(torch.device("cpu"))
+
+    def __repr__(self) -> str:
+        """Return one line.  This waits for the scale, not for other numbers."""
+        kind, policy, watch = type(self).__name__, self._options.policy, self._log.watch
+        if not self._enabled:
+            return f"{kind}(enabled=False)"
+        name = policy if isinstance(policy, str | None) else type(policy).__name__
+        return (
+            f"{kind}(policy={name or 'torch'!r}, scale={self.get_scale():g}, "
+            f"applied={watch.steps - watch.skips}, skipped={watch.skips})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the state dict, for a pickle or a copy."""
@@ -207,15 +212,7 @@ class GradScaler(TorchContract):
 
     def join_hook(self, **_: Any) -> NoReturn:
         """Raise: `Join([model, scaler])` is not supported."""
-        message = (
-            "A scaler cannot take part in torch.distributed's Join: a rank without "
-            "data would have to repeat what the other ranks do. Pass equally many "
-            "batches to every rank, or let a rank without data run a last batch with "
-            "a loss of zero (`model(batch).sum() * 0`)."
-        )
-        raise OptionError(message)
-
-    # -- clipping ----------------------------------------------------------------------
+        raise OptionError(errors.JOIN)
 
     def clip_grad_norm_(
         self,
@@ -223,6 +220,7 @@ class GradScaler(TorchContract):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        foreach: bool | None = None,  # noqa: ARG002 - as in torch
     ) -> torch.Tensor:
         """Clip the total norm of the unscaled gradients; return the norm before it.
 
@@ -230,7 +228,7 @@ class GradScaler(TorchContract):
         `torch.nn.utils.clip_grad_norm_`.  For an optimizer that takes `grad_scale`
         no gradient is written: clipping is part of `grad_scale`.  For others one
         multiplication unscales and clips.  The norm is inf or NaN if the step will be
-        skipped; it is a tensor, and reading it waits for the device.
+        skipped; it is a tensor, and reading it waits.  `foreach` changes nothing.
 
         Example:
             >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -240,24 +238,29 @@ class GradScaler(TorchContract):
             >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
             tensor(10.)
         """
-        order, error = float(norm_type), error_if_nonfinite
+        ranks = self._enabled and self._agreement.active
+        max_norm, order = checked_clip(max_norm, norm_type, ranks=ranks)
+        error = error_if_nonfinite
         if not self._enabled:
-            return clip_as_torch(optimizer, max_norm, order, error=error)
-        check_threshold("max_norm", max_norm)
-        if torch.compiler.is_compiling():
-            norm: torch.Tensor = compiled().clip(
-                self, optimizer, max_norm, order, error
-            )
+            some = [x for x in parameters_of(optimizer) if x.numel()]  # torch needs it
+            norm = torch.nn.utils.clip_grad_norm_(some, max_norm, order, error)
+            self._log.norms.setdefault(id(optimizer), norm)
             return norm
-        if self._agreement.active:
-            check_norm_order(order)
+        if torch.compiler.is_compiling():
+            traced: Any = compiled().clip(self, optimizer, max_norm, order, error)
+            return traced  # type: ignore[no-any-return]
         work = self._work(optimizer, "clip_grad_norm_")
         ready = work["stage"] is OptState.READY
         if ready and (is_foreign(self._unscale_grads_) or is_foreign(self.unscale_)):
             self.unscale_(optimizer)
         return self._surveyor.clip(work, max_norm, order, error=error)
 
-    def clip_grad_value_(self, optimizer: Any, clip_value: float) -> None:
+    def clip_grad_value_(
+        self,
+        optimizer: Any,
+        clip_value: float,
+        foreach: bool | None = None,  # noqa: ARG002 - as in torch
+    ) -> None:
         """Clamp every unscaled gradient to [-clip_value, clip_value].
 
         Example:
@@ -269,17 +272,15 @@ class GradScaler(TorchContract):
             >>> weight.grad
             tensor([1.0000, 0.4000])
         """
-        check_threshold("clip_value", clip_value)
-        coalesce_sparse_(gather(optimizer))
+        limit = checked_threshold("clip_value", clip_value, wait=True)
         if self._enabled:
             work = self._work(optimizer, "clip_grad_value_")
+            if work["stage"] is OptState.READY and not self._agreement.active:
+                self.clip_grad_norm_(optimizer, math.inf)  # measure before it changes
             if work["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-        limit = float(clip_value)
         with torch.no_grad():
-            for _, _, grads in gather(optimizer).buckets:
-                torch._foreach_clamp_min_(grads, -limit)
-                torch._foreach_clamp_max_(grads, limit)
+            clamp_(gather_summed(optimizer), limit)
 
     @property
     def last_step(self) -> LastStep | None:
@@ -331,7 +332,7 @@ class GradScaler(TorchContract):
         Example:
             >>> GradScaler("cpu").gate(lambda: print("moved"))
         """
-        self._log.gates += make_gates(things, optimizer, advance_on)
+        self._log.gates += make_gates(things, optimizer, advance_on, self._names.model)
 
     def group(self, name: str, **options: Any) -> Self:
         """Return the scale group of this name; create it if there is none.

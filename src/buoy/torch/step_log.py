@@ -7,6 +7,7 @@ numbers stay on the device and are copied to the host in batches, without waitin
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +68,7 @@ class StepLog:
         self.last: LastStep | None = None
         self.compiled: Any = None  # the outcome of a compiled step; not read yet
         self.by_optimizer: dict[int, LastStep] = {}
+        self.norms: dict[int, torch.Tensor] = {}  # of a disabled scaler's optimizers
         self.record: Callable[[Row, Entry], None] | None = None  # takes every row
         self._late = AsyncReader(every=min(patience, _BATCH))
 
@@ -88,9 +90,11 @@ class StepLog:
     def add_unscaled(self, optimizer: Any) -> None:
         """Log a step of a disabled scaler: always applied."""
         work = Work()
-        work.optimizer = optimizer
+        work.optimizer, work.norm = optimizer, self.norms.pop(id(optimizer), None)
         outcome = self.add(work, None, 1.0, ())
         outcome._applied, outcome._next = True, 1.0
+        if outcome._first is not None:  # measurable if written by backward only
+            outcome._first = outcome._first[0], 0
 
     def conclude(self, ended: Ended) -> None:
         """Log an iteration; may warn or raise, as `on_stuck` says."""
@@ -196,16 +200,22 @@ class StepLog:
         if not entry.watched:
             self.watch.note(row, partial(_examine_last, self.last, verdict))
 
-    def open_gates(self, stepped: list[LastStep]) -> None:
-        """Advance the gated objects whose optimizers stepped."""
-        for gate in self.gates:
-            about = stepped
-            if gate.optimizer is not None:
-                about = [one for one in stepped if gate.follows(one.optimizer)]
-                known = (one.optimizer for one in self.by_optimizer.values())
-                gate.warn_if_closed(stepped=bool(about), others=known)
-            if about and (gate.attempted or all(one.applied for one in about)):
-                gate.advance()
+    def open_gates(self, stepped: list[LastStep] | None) -> None:
+        """Advance the gated objects whose optimizers stepped; None: all of them.
+
+        If one raises, the others still advance.
+        """
+        with ExitStack() as due:
+            for gate in reversed(self.gates):
+                if stepped is None or self._is_due(gate, stepped):
+                    due.callback(gate.advance)
+
+    def _is_due(self, gate: "Gate", stepped: list[LastStep]) -> bool:
+        if gate.optimizer is not None:
+            stepped = [one for one in stepped if gate.follows(one.optimizer)]
+            known = (one.optimizer for one in self.by_optimizer.values())
+            gate.warn_if_closed(stepped=bool(stepped), others=known)
+        return bool(stepped) and (gate.attempted or all(x.applied for x in stepped))
 
 
 def _examine_last(

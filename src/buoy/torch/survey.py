@@ -11,7 +11,10 @@ applied to `.grad` or passed to the optimizer.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,8 +23,8 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import (
     Gathered,
-    coalesce_sparse_,
     gather,
+    gather_summed,
     magnitudes,
     multiply_,
     parameters_of,
@@ -35,26 +38,24 @@ from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
 from buoy.torch.names import Names
 from buoy.torch.optimizers import unscales
-from buoy.torch.policy_state import Evidence
+from buoy.torch.policy_state import SMALLEST, Evidence
 from buoy.torch.scale import Scale
 
-__all__ = ["Surveyor", "clip_as_torch"]
+__all__ = ["Surveyor"]
+
+_GRAD = attrgetter("grad")
 
 
+@dataclass
 class Surveyor:
     """Inspects gradients for one scaler; holds its parts, not the scaler itself."""
 
-    def __init__(
-        self,
-        rule: Scale,
-        agreement: Agreement,
-        names: Names,
-        hooks: Hooks,
-        iteration: Iteration,
-        fp16: Any,
-    ) -> None:
-        self.rule, self.agreement, self.names = rule, agreement, names
-        self.hooks, self.iteration, self.fp16 = hooks, iteration, fp16
+    rule: Scale
+    agreement: Agreement
+    names: Names
+    hooks: Hooks
+    iteration: Iteration
+    fp16: Any  # `features.masters.Fp16Parameters`
 
     # -- inspecting --------------------------------------------------------------------
 
@@ -64,6 +65,9 @@ class Surveyor:
         for hook in self.hooks.before_look:
             hook(work)
         gathered = work.gathered = gather(work.optimizer)
+        work.held = list(map(_GRAD, gathered.params))
+        if len(set(map(id, work.held))) < len(work.held):
+            raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
         work.freshness = Freshness(work.optimizer, gathered)
         if not gathered.plain and gathered.half:
             self.fp16.check(work.optimizer, self.names, allow=allow_fp16)
@@ -72,7 +76,7 @@ class Surveyor:
     def inspect(self, work: Work, inverse: torch.Tensor, order: float | None) -> None:
         """Check gathered gradients, compute a norm, measure what the policy wants."""
         gathered: Any = work.gathered
-        due = self._due()
+        due = self._due() if self.rule.wants else ()
         work.survey = survey = take_survey(
             gathered if order is None else magnitudes(gathered, order),
             inverse,
@@ -92,7 +96,7 @@ class Surveyor:
         for hook in self.hooks.looked:
             hook(work)
 
-    def _due(self) -> list[str]:
+    def _due(self) -> Sequence[str]:
         """Return the names of the measurements that are due in this iteration."""
         turn, wants = self.rule.turn, self.rule.wants
         return [n for n, one in MEASUREMENTS.items() if n in wants and one.due(turn)]
@@ -194,21 +198,25 @@ class Surveyor:
 
     def norm(self, work: Work, order: float) -> torch.Tensor | None:
         """Return the unscaled norm, as clipped so far; measure again only if needed."""
+        if work["stage"] is OptState.UNSCALED:
+            now = self.unscaled_norm(work, order)
+            work.norm = now if work.norm is None else work.norm
+            return now
         if work.multiplier is None:
             self.survey_norm(work, order)
         norm = work.norm if work.clipped_norm is None else work.clipped_norm
         if work.order == order or work.multiplier is None:
             return norm
         work.order = order
-        with_scale = self._remeasure_norm(work, order)
-        return None if with_scale is None else (with_scale * work.multiplier).float()
+        scaled = self._remeasure_norm(work, order)
+        return None if scaled is None else backend.narrowed(scaled * work.multiplier)
 
     def survey_norm(self, work: Work, order: float) -> None:
         """Inspect the scaled gradients once; store norm, flag and multiplier."""
         now = self.rule.now()
         gathered = self.gather(work, allow_fp16=unscales(work.optimizer))
-        if not gathered.plain and coalesce_sparse_(gathered):
-            gathered = work.gathered = gather(work.optimizer)
+        if not gathered.plain:
+            gathered = work.gathered = gather_summed(work.optimizer)
         if not (gathered.grads or self.agreement.active):
             return
         self.inspect(work, now.inverse, order)
@@ -222,13 +230,15 @@ class Surveyor:
             self.settle(work)
         work.order, work.multiplier = order, now.inverse
         if work["found_inf_per_device"]:
-            work.norm = (norm * now.inverse).float()
+            work.norm = norm = norm * now.inverse
+            if norm.dtype is torch.float64:
+                work.norm = backend.narrowed(norm)
         for hook in self.hooks.norm_taken:
             hook(work)
 
     def _remeasure_norm(self, work: Work, order: float) -> torch.Tensor | None:
         """Compute another norm of gradients that were inspected before."""
-        gathered = work.gathered = gather(work.optimizer)
+        gathered = work.gathered = gather_summed(work.optimizer)
         one = torch.ones((), dtype=torch.float32, device=self.rule.now().tensor.device)
         survey = take_survey(magnitudes(gathered, order), one, order=order)
         if not self.agreement.active:
@@ -263,43 +273,56 @@ class Surveyor:
         applied to `.grad` unless the optimizer unscales itself.
         """
         with backend.NoGrad():
-            if work["stage"] is OptState.UNSCALED:
-                return self._clip_unscaled(work, max_norm, order, error=error)
             norm = self.norm(work, order)
             if norm is None:
                 return torch.zeros_like(self.rule.now().tensor)
-            factor = clip_factor(norm, max_norm, backend.ops())
-            multiplier: Any = work.multiplier
-            work.multiplier, work.clipped_norm = multiplier * factor, norm * factor
-            if not unscales(work.optimizer):
+            if error and not norm.isfinite().item():
+                raise errors.nonfinite_norm(order)
+            factor: Any = clip_factor(norm, max_norm, backend.ops())
+            multiplier = factor if work.multiplier is None else work.multiplier * factor
+            work.multiplier, work.clipped_norm = multiplier, norm * factor
+            handed = unscales(work.optimizer) and work["stage"] is OptState.READY
+            if handed or not backend.in_host_memory(multiplier):
+                handed = self._is_divisor(work, max_norm, handed=handed)
+            if not handed:
                 self.write(work)
         if self.iteration.scalings > 1 and work.freshness is not None:
             work.freshness.expect_backward()  # the pass of one loss may come later
-        if error:
-            _refuse_nonfinite(norm, order)
         return norm
 
-    def _clip_unscaled(
-        self, work: Work, max_norm: Any, order: float, *, error: bool
-    ) -> torch.Tensor:
-        """Clip gradients that are already unscaled."""
-        if not self.agreement.active:
-            norm = clip_as_torch(work.optimizer, max_norm, order, error=error)
-        else:
-            norm = self.unscaled_norm(work, order)
-            if error:
-                _refuse_nonfinite(norm, order)
-            factor = clip_factor(norm, max_norm, backend.ops())
-            multiply_(gather(work.optimizer), factor)
-        work.norm = norm if work.norm is None else work.norm
-        return norm
+    def _is_divisor(self, work: Work, max_norm: Any, *, handed: bool) -> bool:
+        """Return whether an optimizer can divide by 1 / multiplier, in float32.
+
+        If the host knows that it cannot, the multiplier is applied to `.grad`.  Else
+        the step is skipped: it would apply zeros, or with a negative `max_norm` that
+        only the device has, reversed gradients.
+        """
+        multiplier: Any = work.multiplier
+        small = (multiplier.float() < (SMALLEST if handed else 2.0**-149)).float()
+        if (seen := backend.host_value(small)) is not None:
+            return handed and not seen
+        found = combined(work["found_inf_per_device"], small.device)
+        if found is not None and (isinstance(max_norm, torch.Tensor) or max_norm > 0):
+            work["found_inf_per_device"] = {small.device: torch.maximum(found, small)}
+        return handed
 
     def unscaled_norm(self, work: Work, order: float) -> torch.Tensor:
         """Return the norm of gradients that are already unscaled."""
         norm = self._remeasure_norm(work, order)
         home = self.rule.now().tensor.device
         none = torch.zeros((), dtype=torch.float32, device=home)
-        return none if norm is None else norm.float()
+        return none if norm is None else backend.narrowed(norm)
+
+    def note_unscaled(self, work: Work) -> None:
+        """Keep what edits by hand would hide: versions, and what has overflowed."""
+        work.first = work.first_gradient()
+        if self.agreement.active:
+            return  # the ranks have not combined their findings yet
+        found = combined(work["found_inf_per_device"], self.rule.now().tensor.device)
+        if found is not None and backend.host_value(found):
+            gathered = work.gathered = gather(work.optimizer)
+            work.survey = take_survey(gathered, torch.ones_like(found), order=2.0)
+            work.norm = work.survey.norm
 
     def write(self, work: Work) -> None:
         """Apply the multiplier to `.grad`: unscale and clip in place."""
@@ -319,19 +342,3 @@ class Surveyor:
         if allowed is not True:
             flag = torch.as_tensor(allowed, device=home).logical_not().float()
             work.veto(flag, home)
-
-
-def _refuse_nonfinite(norm: torch.Tensor, order: float) -> None:
-    if not norm.isfinite().item():
-        raise errors.nonfinite_norm(order)
-
-
-def clip_as_torch(
-    optimizer: Any, max_norm: Any, order: float, *, error: bool
-) -> torch.Tensor:
-    """Clip as `torch.nn.utils.clip_grad_norm_` does."""
-    # Torch has no maximum of an empty tensor.
-    some = [param for param in parameters_of(optimizer) if param.numel()]
-    return torch.nn.utils.clip_grad_norm_(
-        some, max_norm, order, error_if_nonfinite=error
-    )

@@ -32,6 +32,7 @@ __all__ = [
     "local",
     "magnitude",
     "multiply_",
+    "narrowed",
     "nonfinite",
     "norms",
     "ops",
@@ -361,6 +362,12 @@ def exact_norm(grads: Grads, order: float) -> torch.Tensor:
     parts = [torch.linalg.vector_norm(g, order, dtype=torch.float64) for g in grads]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
     return total
+
+
+def narrowed(norm: torch.Tensor) -> torch.Tensor:
+    """Return a float64 norm in float32, unless the host sees that it does not fit."""
+    small = norm.float()
+    return norm if host_value(small) == math.inf else small
 
 
 def _underflow(buckets: Sequence[Any], home: torch.device) -> torch.Tensor:

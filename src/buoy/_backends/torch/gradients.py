@@ -23,11 +23,11 @@ __all__ = [
     "Gathered",
     "Survey",
     "check_and_multiply_",
-    "coalesce_sparse_",
+    "clamp_",
     "gather",
+    "gather_summed",
     "magnitudes",
     "multiply_",
-    "nonfinite_parameters",
     "parameters_of",
     "same_parameters",
     "take_survey",
@@ -158,17 +158,20 @@ def _sorted(params: list[torch.Tensor], grads: list[torch.Tensor]) -> Gathered:
     )
 
 
-def coalesce_sparse_(gathered: Gathered) -> bool:
-    """Sum duplicate rows of sparse gradients; return whether there were any.
+def gather_summed(optimizer: Any) -> Gathered:
+    """Gather gradients after summing duplicate rows of sparse ones.
 
-    The norm of a sparse gradient is defined after the sum.
+    The norm and the largest value of a sparse gradient are defined after the sum.
     """
+    gathered = gather(optimizer)
+    if gathered.plain:
+        return gathered
     changed = False
     for param in gathered.params:
         grad = param.grad
         if grad is not None and grad.is_sparse and not grad.is_coalesced():
             param.grad, changed = grad.coalesce(), True
-    return changed
+    return gather(optimizer) if changed else gathered
 
 
 def magnitudes(gathered: Gathered, order: float) -> Gathered:
@@ -292,9 +295,7 @@ def _measure_on_host(
     if size is None:
         found = _overflows([biggest], inverse)
     else:
-        times = size * backend.read_host_memory(
-            inverse
-        )  # NaN for 0 * inf, which does not fit
+        times = size * backend.read_host_memory(inverse)  # NaN, for 0 * inf, misfits
         fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
         found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
     return Survey(found, norm, parts)
@@ -319,8 +320,9 @@ def _settled(
         return backend.exact_norm(grads, order), _biggest(grads)
     biggest = _biggest(grads)
     # If only the sum overflows, use an upper bound of the norm: the step is clipped
-    # harder than necessary, but not skipped.
-    bound = bounded_norm(biggest, sum(map(_numel, grads)), order)
+    # harder than necessary, but not skipped.  In float64, as it may fit once unscaled.
+    wide = biggest if biggest.is_mps else biggest.double()
+    bound = bounded_norm(wide, sum(map(_numel, grads)), order)
     return torch.where(backend.nonfinite(total), bound, total), biggest
 
 
@@ -351,16 +353,6 @@ def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
     return Survey(found, amax=torch.stack(sizes).max().float())
 
 
-def nonfinite_parameters(gathered: Gathered) -> list[torch.Tensor]:
-    """Return the parameters whose gradients are not finite.  Reads on the host.
-
-    Of sharded gradients only this rank's part is checked.
-    """
-    grads = gathered.grads
-    bad = backend.read([backend.nonfinite(backend.magnitude(g)) for g in grads])
-    return [p for p, flag in zip(gathered.params, bad, strict=True) if flag]
-
-
 # -- writing ---------------------------------------------------------------------------
 
 
@@ -388,6 +380,21 @@ def check_and_multiply_(
 
 
 def multiply_(gathered: Gathered, factor: torch.Tensor) -> None:
-    """Multiply every gradient in place."""
-    for device, _, grads in gathered.buckets:
-        backend.multiply_(grads, factor.to(device, non_blocking=True))
+    """Multiply every gradient in place.
+
+    If a float64 factor is below float32's range, others are multiplied by its root.
+    """
+    wide = factor.dtype is torch.float64
+    for device, dtype, grads in gathered.buckets:
+        times = factor.to(device, non_blocking=True)
+        if wide and dtype is not torch.float64:
+            times = times.sqrt().float()
+            backend.multiply_(grads, times)
+        backend.multiply_(grads, times)
+
+
+def clamp_(gathered: Gathered, limit: float) -> None:
+    """Clamp every gradient in place to [-limit, limit]."""
+    for _, _, grads in gathered.buckets:
+        torch._foreach_clamp_min_(grads, -limit)
+        torch._foreach_clamp_max_(grads, limit)

@@ -1,4 +1,4 @@
-"""Find weights and optimizer state that are inf or NaN."""
+"""Find gradients, weights and optimizer state that are inf or NaN."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from buoy._backends import torch as backend
-from buoy._backends.torch.gradients import parameters_of
+from buoy._backends.torch.gradients import Gathered, parameters_of
 
-__all__ = ["poisoned"]
+__all__ = ["nonfinite_parameters", "poisoned"]
 
 
 def poisoned(optimizer: Any) -> bool:
@@ -38,3 +38,13 @@ def _is_nonfinite(value: torch.Tensor) -> torch.Tensor | None:
         return backend.nonfinite(backend.magnitude(value))
     except Exception:  # noqa: BLE001 - unusual state must not stop training
         return None
+
+
+def nonfinite_parameters(gathered: Gathered) -> list[torch.Tensor]:
+    """Return the parameters whose gradients are not finite.  Reads on the host.
+
+    Of sharded gradients only this rank's part is checked.
+    """
+    grads = gathered.grads
+    bad = backend.read([backend.nonfinite(backend.magnitude(g)) for g in grads])
+    return [p for p, flag in zip(gathered.params, bad, strict=True) if flag]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, multiply_, parameters_of
 from buoy._backends.torch.snapshot import BufferSnapshot
-from buoy.torch.errors import CallOrderError, OptionError
+from buoy._core.errors import CallOrderError, OptionError
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Freshness, Measured, Work, combined, merged
 

@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot
+from buoy._core.errors import CallOrderError, DeviceModeError
 from buoy._core.ops import single
-from buoy.torch.errors import CallOrderError, DeviceModeError
 from buoy.torch.features.accumulate import undo_buffers
 from buoy.torch.iteration import Freshness, Measured, Work, combined
 from buoy.torch.optimizers import read_found_inf

@@ -12,9 +12,9 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import Gathered, gather, multiply_, take_survey
+from buoy._core.errors import DeviceModeError
 from buoy._core.step import MEASUREMENTS, clip_factor
 from buoy.torch import errors
-from buoy.torch.errors import DeviceModeError
 from buoy.torch.iteration import Work, merged
 from buoy.torch.optimizers import step_or_restore
 from buoy.torch.policy_state import Evidence

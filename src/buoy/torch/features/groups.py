@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.graph import graph_of
+from buoy._core.errors import CallOrderError, OptionError
 from buoy.torch import errors
-from buoy.torch.errors import CallOrderError, OptionError
 from buoy.torch.hooks import Extension, feature
 from buoy.torch.iteration import Work, evidence_of
 from buoy.torch.options import TORCH_DEFAULTS, Options

@@ -17,8 +17,8 @@ from torch import distributed as dist
 from buoy._backends.torch.gradients import Gathered, gather, parameters_of
 from buoy._backends.torch.graph import graph_of
 from buoy._backends.torch.reader import AsyncReader
+from buoy._core.errors import BuoyWarning, CallOrderError
 from buoy._core.warn import warn
-from buoy.torch.errors import BuoyWarning, CallOrderError
 from buoy.torch.hooks import Extension, is_foreign
 from buoy.torch.iteration import Work
 

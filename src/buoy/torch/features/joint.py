@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, parameters_of, take_survey
 from buoy._backends.torch.snapshot import OptimizerSnapshot
-from buoy.torch.errors import DeviceModeError, OptionError
+from buoy._core.errors import DeviceModeError, OptionError
 from buoy.torch.features.groups import Origins, wrong_scale
 from buoy.torch.hooks import Extension, is_foreign
 from buoy.torch.iteration import Flags, Freshness, Work, combined

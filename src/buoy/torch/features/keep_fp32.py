@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from buoy._backends.torch.rounding import HALVES
-from buoy.torch.errors import OptionError
+from buoy._core.errors import OptionError
 
 __all__ = ["KeptFp32", "keep_fp32"]
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.levels import OUTSIDE, Levels
-from buoy.torch.errors import OptionError
+from buoy._core.errors import OptionError
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Work
 

@@ -9,9 +9,9 @@ import torch
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of, take_survey
 from buoy._backends.torch.snapshot import BufferSnapshot, RandomSnapshot
+from buoy._core.errors import CallOrderError, OptionError
 from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS, Verdict
-from buoy.torch.errors import CallOrderError, OptionError
 from buoy.torch.features.accumulate import all_scalers, guarded
 from buoy.torch.features.groups import gradient_mark
 from buoy.torch.hooks import Extension
