@@ -1,10 +1,10 @@
-"""The autograd graph behind a loss."""
+"""The autograd graph behind a loss, and the hooks that run in a backward pass."""
 
 from typing import Any
 
 import torch
 
-__all__ = ["graph_of"]
+__all__ = ["graph_of", "hooks_of", "stepped_in_backward"]
 
 _MAX_NODES = 100_000
 
@@ -34,3 +34,25 @@ def graph_of(loss: torch.Tensor) -> tuple[list[torch.Tensor], set[torch.dtype]]:
             dtypes.add(entry.dtype)
         queue.extend(following for following, _ in node.next_functions)
     return found, dtypes
+
+
+def stepped_in_backward(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters that torch marks so, or that have a `step` as a hook."""
+    return [
+        param
+        for param in params
+        if getattr(param, "_in_backward_optimizers", None)
+        or any(map(_is_step, hooks_of(param)))
+    ]
+
+
+def _is_step(hook: Any) -> bool:
+    of_optimizer = isinstance(getattr(hook, "__self__", None), torch.optim.Optimizer)
+    return of_optimizer and "step" in getattr(hook, "__name__", "")
+
+
+def hooks_of(param: torch.Tensor) -> list[Any]:
+    """Return the hooks that run in a backward pass; a `partial` is unwrapped."""
+    before = param._backward_hooks or {}
+    after = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return [getattr(f, "func", f) for f in (*before.values(), *after.values())]

@@ -4,7 +4,6 @@ Expensive checks run only on the first losses, on an optimizer's first steps, or
 skip.  A correct loop gets no warning.
 """
 
-import math
 import weakref
 from collections import defaultdict
 from contextlib import suppress
@@ -14,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from buoy._backends.torch.gradients import Gathered, gather, parameters_of
-from buoy._backends.torch.graph import graph_of
-from buoy._backends.torch.reader import AsyncReader
+from buoy._backends.torch.clipped import ClippedWhileScaled
+from buoy._backends.torch.gradients import parameters_of
+from buoy._backends.torch.graph import graph_of, hooks_of, stepped_in_backward
 from buoy._core.errors import BuoyWarning, CallOrderError
 from buoy._core.warn import warn
 from buoy.torch.hooks import Extension, is_foreign
@@ -44,7 +43,7 @@ class Hints(Extension):
         # Optimizers of models with `model`'s shapes; None once `model` has stepped.
         self._lookalikes: set[int] | None = set()
         self._bad: dict[int, list[_Gradient]] = {}  # of each optimizer's last skip
-        self._clipping: dict[int, _Clipping] = defaultdict(_Clipping)
+        self._clipping: dict[int, ClippedWhileScaled] = defaultdict(ClippedWhileScaled)
 
     def warn(self, topic: str, message: str) -> None:
         """Warn, once for each topic."""
@@ -100,7 +99,7 @@ class Hints(Extension):
                 self.warn("other model", _OTHER_MODEL)
             return
         held = parameters_of(optimizer)
-        if stepping := _stepped_in_backward(held):
+        if stepping := stepped_in_backward(held):
             raise _in_backward(scaler._names.of(optimizer, stepping))
         with suppress(TypeError):  # no weak references: check at every step
             self._known[id(optimizer)] = optimizer
@@ -184,77 +183,6 @@ def _is_kept(bad: _Gradient) -> bool:
     return grad._version - bad.version <= 1
 
 
-# -- gradients that were clipped while they were scaled --------------------------------
-
-_ENOUGH = 3  # checks that must all find the same threshold
-_MOST = 16  # checks of one optimizer, including inconclusive ones
-_SMALL = 100.0  # scaled gradients below this are suspiciously small
-_HIGH = 2.0**10  # ... at scales from here on
-_NOT_ROUND = {("norm", 0.0), ("value", 0.0)}
-
-
-class _Clipping:
-    """Detects clipping of scaled gradients in an optimizer's first steps; never waits.
-
-    After clipping, the norm or the largest value equals the threshold, which usually
-    has one or two digits.  Other changes leave a different number in each step.
-    """
-
-    def __init__(self) -> None:
-        self.left = _MOST
-        self._reader = AsyncReader(every=1)
-        self._found: list[set[tuple[str, float]]] = []  # thresholds, per check
-
-    def look(self, optimizer: Any, scale: torch.Tensor, losses: int) -> float | None:
-        """Check once more; return the scale once clipping is certain."""
-        self.left -= 1
-        gathered = None if losses != 1 or _in_ranks() else gather(optimizer)
-        if gathered is not None and gathered.grads:
-            if not _written_by_hand(gathered):
-                self.left = 0
-                return None
-            self._reader.post(_sizes(gathered.grads, scale))
-        for (norm, largest, smallest, value), _ in self._reader.collect():
-            if not math.isfinite(norm):
-                continue  # an overflow shows no threshold
-            self._found.append({("norm", _round(norm)), ("value", _round(largest))})
-            same = set.intersection(*self._found) - _NOT_ROUND
-            if smallest == largest or value < _HIGH or not same:
-                self.left = 0
-            elif len(self._found) >= _ENOUGH:
-                self.left = 0
-                return value
-        return None
-
-
-def _written_by_hand(gathered: Gathered) -> bool:
-    """Return whether all gradients were written after backward, not by a hook."""
-    return all(
-        grad._version and grad._base is None and grad.numel() for grad in gathered.grads
-    ) and not any(
-        getattr(param, "_post_accumulate_grad_hooks", None) for param in gathered.params
-    )
-
-
-def _sizes(grads: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
-    """Return norm, largest and smallest nonzero magnitude, and scale.  float32 [4]."""
-    found = []
-    for grad in grads:
-        size = grad.abs().float()
-        smallest = size.masked_fill(size == 0, math.inf).min()
-        three = [torch.linalg.vector_norm(size), size.max(), smallest]
-        found.append(torch.stack(three).to(scale.device))
-    norms, largest, smallest = torch.stack(found).unbind(1)
-    norm = torch.linalg.vector_norm(norms)
-    return torch.stack([norm, largest.max(), smallest.min(), scale.reshape(())])
-
-
-def _round(size: float) -> float:
-    """Return the size if it is a small number of two digits, else 0."""
-    rounded = float(f"{size:.1e}")
-    return rounded if size <= _SMALL and abs(size - rounded) <= 2e-5 * size else 0.0
-
-
 # -- optimizers that step inside the backward pass -------------------------------------
 
 
@@ -269,9 +197,9 @@ def _refuse_steps_in_backward(
     parameters are compared after the pass, and restored if they changed.
     """
     names = scaler._names
-    if stepping := _stepped_in_backward(reached):
+    if stepping := stepped_in_backward(reached):
         raise _in_backward(names.of(None, stepping))
-    hooked = [param for param in reached if any(map(is_foreign, _hooks_of(param)))]
+    hooked = [param for param in reached if any(map(is_foreign, hooks_of(param)))]
     # Sharded parameters are gathered and freed in the backward pass, and comparing
     # waits for the device.
     may_read = scaler._options.sync != "never" or all(p.is_cpu for p in hooked)
@@ -288,28 +216,6 @@ def _refuse_steps_in_backward(
 
 def _in_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _stepped_in_backward(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters that torch marks so, or that have a `step` as a hook."""
-    return [
-        param
-        for param in params
-        if getattr(param, "_in_backward_optimizers", None)
-        or any(map(_is_step, _hooks_of(param)))
-    ]
-
-
-def _is_step(hook: Any) -> bool:
-    of_optimizer = isinstance(getattr(hook, "__self__", None), torch.optim.Optimizer)
-    return of_optimizer and "step" in getattr(hook, "__name__", "")
-
-
-def _hooks_of(param: torch.Tensor) -> list[Any]:
-    """Return the hooks that run in a backward pass; a `partial` is unwrapped."""
-    before = param._backward_hooks or {}
-    after = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return [getattr(f, "func", f) for f in (*before.values(), *after.values())]
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
