@@ -12,12 +12,15 @@ export JAX_PLATFORMS ?= cpu
 # the process with SIGILL.  This keeps oneDNN below AMX; without AMX it is no limit.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs
+.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs test-keras
 
+# Keras joins where `make test-keras` has made its environment.
 demo: $(READY)
 	$(BIN)/buoy demo
+	@for backend in tensorflow jax torch; do [ ! -e $(VENV)-keras/.ready ] || \
+	KERAS_BACKEND=$$backend $(VENV)-keras/bin/python examples/keras_fit.py 2>/dev/null; done
 
-test: check unit wheel
+test: check unit wheel test-keras
 
 # Style and types.
 check: $(READY)
@@ -66,6 +69,20 @@ release-check: $(READY) browser
 	$(RELEASE)/bin/python -c 'import buoy, sys; sys.exit("site-packages" not in buoy.__file__ and "not the wheel: " + buoy.__file__)'
 	$(RELEASE)/bin/pytest -n auto --dist worksteal tests
 
+# Keras on TensorFlow, JAX and torch: an environment of their own, one run per backend.
+KERAS := $(VENV)-keras
+test-keras: $(KERAS)/.ready
+	for backend in tensorflow jax torch; do echo "== Keras on $$backend" && \
+	KERAS_BACKEND=$$backend $(KERAS)/bin/pytest -q -n 2 tests/keras src/buoy/keras || exit 1; done
+	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py
+
+$(KERAS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERAS)
+	$(KERAS)/bin/python -m pip install --quiet --upgrade pip
+	$(KERAS)/bin/python -m pip install --quiet --editable '.[torch,jax,keras]' \
+	    tensorflow-cpu pytest pytest-xdist hypothesis
+	touch $@
+
 # Ray is large: it has a target and an environment of its own, and `make test` leaves
 # it out.
 test-ray:
@@ -84,4 +101,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(KERAS) $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
         if importlib.util.find_spec(name) is None
     ]
     missing += [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
-    left_out = (
-        f"left out, not installed: {', '.join(missing)}" if missing else "nothing"
-    )
-    return f"buoy: left out: {left_out}" if missing else "buoy: left out: nothing"
+    left_out = f"not installed: {', '.join(missing)}" if missing else "nothing"
+    if importlib.util.find_spec("keras") is None:
+        left_out += "; `make test-keras` runs tests/keras"
+    return f"buoy: left out: {left_out}"

@@ -15,7 +15,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "keras", "numpy", "optax", "flax", "tens
 # Imports point one way: a package may import those to its left, and itself.
 ORDER = ["_core", "_backends", "trace", "front", "diagnose", "integrations", "report"]
 ORDER += ["demo", "cli"]
-FRONTS = {"torch", "jax", "keras", "emulate"}
+FRONTS = {"torch", "jax", "keras", "tensorflow", "emulate"}
 
 
 def package_of(path: Path) -> str | None:

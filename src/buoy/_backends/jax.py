@@ -1,5 +1,9 @@
-"""The rule's five functions on JAX arrays: eager, under jit, scan and vmap."""
+"""The rule's five functions on JAX arrays: eager, under jit, scan and vmap.
 
+And the measurements of gradients for Keras; `buoy.jax` has its own, for shards.
+"""
+
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -7,12 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from buoy._core.advance import Found
 from buoy._core.errors import PolicyError
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Precision, Scalar
 from buoy._core.policies.registry import CLASSES
 from buoy._core.state import Seen
+from buoy._core.step import SMALL
 
-__all__ = ["lift", "ops", "register"]
+__all__ = ["MEASURE", "lift", "look", "ops", "register", "values_of"]
 
 
 class _Jax:
@@ -102,3 +109,39 @@ def _need_x64() -> None:
             "with `arithmetic='single'`, e.g. 'backoff' or 'headroom'."
         )
         raise PolicyError(message)
+
+
+def values_of(grad: Any) -> jax.Array:
+    """Return a gradient's values; of a sparse one those that are there."""
+    values: jax.Array = grad.data if hasattr(grad, "todense") else grad
+    return values
+
+
+def look(grads: Sequence[Any], inverse: jax.Array) -> Found:
+    """Check gradients and measure them; `inverse` is 1 / the scale that they carry."""
+    wide = [values_of(grad).astype(jnp.float32) for grad in grads]
+    sizes = jnp.stack([jnp.max(jnp.abs(grad), initial=0.0) for grad in wide])
+    squares = jnp.stack([jnp.sum(grad * grad) for grad in wide])
+    bad = jnp.logical_not(jnp.maximum(sizes, sizes * inverse) <= FLOAT32_MAX)
+    bad |= jnp.isnan(squares)  # a maximum over shards drops NaN, a sum does not
+    return Found(
+        bad=bad,
+        finite=jnp.logical_not(jnp.any(bad)),
+        amax=jnp.max(sizes),
+        norm=jnp.sqrt(jnp.sum(squares)),
+    )
+
+
+def _underflow(grads: Sequence[Any], lowered: jax.Array) -> jax.Array:
+    """Return the share of the nonzero gradients that is small.  float32 []."""
+    small = nonzero = jnp.zeros((), jnp.float32)
+    for grad in grads:
+        size = jnp.abs(values_of(grad)).astype(jnp.float32)
+        there = size > 0
+        below = there & (size < SMALL / lowered)
+        small = small + jnp.sum(below, dtype=jnp.float32)
+        nonzero = nonzero + jnp.sum(there, dtype=jnp.float32)
+    return small / nonzero
+
+
+MEASURE = {"underflow": _underflow}  # besides "amax_log2", which `look` takes

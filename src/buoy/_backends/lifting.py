@@ -9,11 +9,13 @@ from buoy._core.state import map_state
 
 __all__ = ["lift"]
 
-_BACKENDS = ("numpy", "torch", "jax")
+_BACKENDS = ("numpy", "torch", "jax", "tensorflow")
 
 
 def lift(policy: Any, state: Any, backend: str, **placement: Any) -> Any:
-    """Turn a state's plain numbers into scalars of "numpy", "torch" or "jax".
+    """Turn a state's plain numbers into scalars of one of the backends.
+
+    These are "numpy", "torch", "jax" and "tensorflow".
 
     `placement` is torch's `device`.  On JAX the state's class becomes a pytree.
 

@@ -23,7 +23,7 @@ __all__ = [
     "single",
 ]
 
-Scalar = Any  # float, int, bool, NumPy scalar, 0-d torch.Tensor, traced jax.Array
+Scalar = Any  # a number: of Python or NumPy, a 0-d tensor, a traced array
 Precision = Literal["float32", "float64"]
 
 _PACK, _UNPACK = struct.Struct("f").pack, struct.Struct("f").unpack
@@ -95,7 +95,8 @@ class _Plain:
 
 PLAIN: Ops = _Plain()
 
-_BACKEND_OF = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_BACKEND_OF = {name: name for name in ("numpy", "torch", "jax", "tensorflow")}
+_BACKEND_OF["jaxlib"] = "jax"
 _KNOWN: dict[Any, Ops] = {float: PLAIN, int: PLAIN, bool: PLAIN, type(None): PLAIN}
 _LOOKED_FOR: set[str] = set()
 
@@ -125,7 +126,7 @@ def register_ops(kind: type[Any], ops: Ops) -> None:
 
 def register_backends() -> None:
     """Register the frameworks that are imported, before anything is traced."""
-    for name in ("numpy", "torch", "jax"):
+    for name in ("numpy", "torch", "jax", "tensorflow"):
         if name in sys.modules and name not in _LOOKED_FOR:
             _LOOKED_FOR.add(name)
             import_module(f"buoy._backends.{name}")

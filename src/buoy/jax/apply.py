@@ -9,6 +9,7 @@ import optax
 
 from buoy._backends.jax import ops
 from buoy._core.policies.policy import Policy
+from buoy._core.ring import UNKNOWN
 from buoy._core.state import Seen
 from buoy._core.step import decide
 from buoy.jax import foresight, leaves
@@ -17,7 +18,7 @@ from buoy.jax.carried import check_read
 from buoy.jax.errors import NoScaleError, StructureError
 from buoy.jax.masters import keeps_masters
 from buoy.jax.skip import apply_or_skip
-from buoy.jax.state import UNKNOWN, LossScaledState, check_state
+from buoy.jax.state import LossScaledState, check_state
 from buoy.jax.survey import Survey, agreed, measure, survey
 
 __all__ = ["Options", "advance"]

@@ -7,21 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from buoy._core.policies.policy import Policy
+from buoy._core.ring import COLUMNS, UNKNOWN
 from buoy.jax.errors import StructureError, UnhashablePolicyError
 
 __all__ = [
-    "COLUMNS",
-    "UNKNOWN",
     "LossScaledState",
     "Plan",
     "check_state",
     "initial_state",
     "make_plan",
 ]
-
-# The columns of `LossScaledState.rows`, in float32.
-COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
-UNKNOWN = -1.0  # not NaN, at which `jax_debug_nans` would stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,16 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from buoy._core.errors import DeviceModeError
+from buoy._core.ring import COLUMNS, rows_of
 from buoy._core.state import Step
 from buoy._core.step import Row
-from buoy._core.verdicts import HISTORY, Verdict, judge_losses
+from buoy._core.verdicts import Verdict
 from buoy.jax.errors import NoStepError, StructureError
 from buoy.jax.find import find
 from buoy.jax.leaves import dtype_of
-from buoy.jax.state import COLUMNS, UNKNOWN, LossScaledState
+from buoy.jax.state import LossScaledState
 
 __all__ = ["LastStep", "applied_of", "check_concrete", "last_step", "read_rows"]
 
@@ -176,37 +176,7 @@ def read_rows(state: LossScaledState) -> list[Row]:
         )
         raise StructureError(message)
     steps, rows, bad = jax.device_get((state.steps, state.rows, state.bad))
-    return _rows(int(steps), np.asarray(rows), np.asarray(bad), state.plan.names)
-
-
-def _rows(
-    steps: int, rows: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], names: Any
-) -> list[Row]:
-    length = len(rows)
-    first = max(0, steps - length)
-    read: list[Row] = []
-    losses: list[float] = []
-    for i in range(first, steps):
-        row = dict(zip(COLUMNS, map(float, rows[i % length]), strict=True))
-        applied, loss = row["applied"] == 1.0, row["loss"] if row["has_loss"] else None
-        now, before = [] if loss is None else [loss], losses[-HISTORY:]
-        losses += now
-        read.append(
-            Row(
-                step=i,
-                scale=row["scale"],
-                next_scale=row["next_scale"],
-                applied=applied,
-                verdict=Verdict.APPLIED if applied else judge_losses(now, before),
-                norm=row["norm"],
-                amax=None if row["amax"] == UNKNOWN else row["amax"],
-                loss=loss,
-                offenders=tuple(
-                    n for n, b in zip(names, bad[i % length], strict=True) if b
-                ),
-            )
-        )
-    return read
+    return rows_of(int(steps), rows, bad, state.plan.names)
 
 
 def _poisoned(held: Any) -> bool:

@@ -9,7 +9,7 @@ from buoy._backends.lifting import lift
 from buoy._core.bounds import initial
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
-from buoy._core.verdicts import HISTORY
+from buoy._core.ring import LENGTH
 from buoy._core.warn import warn
 from buoy.jax import leaves
 from buoy.jax.agree import axes_of
@@ -30,7 +30,7 @@ def loss_scaled(
     max_norm: float | None = None,
     axis_name: Any = None,
     measure_amax: bool = False,
-    history: int = 2 * HISTORY,
+    history: int = LENGTH,
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale, check and clip gradients, and apply them if they are finite.
 

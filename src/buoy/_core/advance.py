@@ -1,0 +1,140 @@
+"""One step of the front ends that keep their state in variables: Keras, TensorFlow.
+
+A front end reads the policy's state from its variables, looks at the gradients, calls
+`advance`, writes the state back, and applies the gradients times `factor` if `applied`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from buoy._core import bounds
+from buoy._core.formats import FLOAT32_MAX
+from buoy._core.ops import Ops, Scalar
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.start import exponent_of
+from buoy._core.state import Seen
+from buoy._core.step import decide
+
+__all__ = [
+    "LARGEST_HALF",
+    "Advanced",
+    "Found",
+    "advance",
+    "capped",
+    "foreseen",
+    "single",
+]
+
+LARGEST_HALF = 2.0**15  # the largest power of two that FP16 holds
+
+
+class Found(NamedTuple):
+    """The findings about the gradients of one step."""
+
+    bad: Scalar  # bool [gradients]: not finite, or not once unscaled
+    finite: Scalar  # bool []: none of them
+    amax: Scalar  # float32 []: the largest magnitude
+    norm: Scalar  # float32 []
+
+
+class Advanced(NamedTuple):
+    """The decision about a step, and its row in the log."""
+
+    applied: Scalar  # bool []
+    state: Any  # the policy's, for the next step
+    factor: Scalar  # float32 []: gradients x factor are unscaled
+    row: tuple[Scalar, ...]  # the numbers of `ring.COLUMNS` before the loss
+
+
+def advance(
+    policy: Policy,
+    state: Any,
+    found: Found,
+    measured: Mapping[str, Scalar],
+    *,
+    carried: Scalar,
+    ops: Ops,
+) -> Advanced:
+    """Decide about a step and move the scale.
+
+    `carried` is the scale that the gradients carry: `state.scale`, or 1 if they are
+    unscaled already.  `measured` has what the policy wants besides `amax_log2`.
+
+    Example:
+        >>> from buoy import Backoff
+        >>> from buoy._core.ops import PLAIN
+        >>> policy = Backoff(init_scale=8.0)
+        >>> found = Found([False, True], False, 1e5, 1e5)
+        >>> made = advance(policy, policy.init(), found, {}, carried=8.0, ops=PLAIN)
+        >>> made.applied, made.state.scale, made.factor
+        (False, 4.0, 0.125)
+    """
+    inverse = 1.0 / carried
+    amax_log2 = None
+    if "amax_log2" in policy.wants:
+        amax_log2 = exponent_of(found.amax * (single(state.scale, ops) * inverse))
+    seen = Seen(finite=found.finite, amax_log2=amax_log2, **measured)
+    applied, after, factor = decide(policy, state, seen, inverse=inverse, ops=ops)
+    unscaled = (found.norm * inverse, found.amax * inverse)
+    return Advanced(
+        applied,
+        after,
+        factor,
+        (single(state.scale, ops), single(after.scale, ops), applied, *unscaled),
+    )
+
+
+def single(scale: Scalar, ops: Ops) -> Scalar:
+    """Return a scale in float32, and finite: presets may exceed its range.
+
+    Example:
+        >>> from buoy._core.ops import PLAIN
+        >>> single(1e300, PLAIN) == FLOAT32_MAX
+        True
+    """
+    return ops.cast(ops.where(scale < FLOAT32_MAX, scale, FLOAT32_MAX), "float32")
+
+
+def foreseen(
+    policy: Policy, state: Any, loss: Scalar, *, known: Scalar, ops: Ops
+) -> Any:
+    """Return the state after the policy has seen the loss, unless one was `known`.
+
+    Several losses of one step must carry one scale: only the first may lower it.
+
+    Example:
+        >>> from buoy import Headroom
+        >>> from buoy._core.ops import PLAIN
+        >>> policy = Headroom()
+        >>> foreseen(policy, policy.init(), 0.5, known=False, ops=PLAIN).scale
+        256.0
+    """
+    if "loss" not in policy.wants:
+        return state
+    after = bounds.foreseen(policy, state, loss, ops=ops)
+    names = [f.name for f in fields(state) if getattr(state, f.name) is not None]
+    return replace(
+        after,
+        **{n: ops.where(known, getattr(state, n), getattr(after, n)) for n in names},
+    )
+
+
+def capped(policy: Policy, state: Any, ops: Ops) -> Any:
+    """Return the state for a loss in FP16, whose cotangent is the scale itself.
+
+    A policy that places the scale by measurement cannot know that limit; the classic
+    rules find it by an overflow, as their peers do.
+
+    Example:
+        >>> from buoy import Headroom
+        >>> from buoy._core.ops import PLAIN
+        >>> policy = Headroom()
+        >>> capped(policy, policy.init(scale=2.0**20), PLAIN).scale
+        32768.0
+    """
+    stored = any(field.name == "scale" for field in fields(state))
+    if "amax_log2" not in policy.wants or not stored:
+        return state
+    scale = ops.where(state.scale < LARGEST_HALF, state.scale, LARGEST_HALF)
+    return replace(state, scale=scale)

@@ -1,0 +1,169 @@
+"""The scale and one step of it: look at the gradients, decide, write the state.
+
+Variables are read and written by `value` and `assign` alone, so that a step is
+stateless inside a `keras.StatelessScope`, as JAX needs it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from keras import ops as kops
+
+from buoy._core.advance import Found, advance, capped, foreseen, single
+from buoy._core.bounds import initial
+from buoy._core.errors import CallOrderError
+from buoy._core.ops import PLAIN, Ops, Scalar
+from buoy._core.policies.policy import Policy
+from buoy._core.step import MEASUREMENTS
+from buoy.keras.backend import backend
+from buoy.keras.variables import Variables
+
+__all__ = ["Grads", "Looked", "Scaling"]
+
+
+class Grads(NamedTuple):
+    """The gradients of one step."""
+
+    tensors: Sequence[Any]  # None where a variable has none
+    places: Sequence[int]  # of their variables among those of the optimizer
+    values: Sequence[bool]  # not a gradient, but the variable's next value, as in FP8
+    scaled: bool  # whether they carry the scale
+
+    def chosen(self, *, values: bool) -> tuple[list[Any], list[int]]:
+        """Return those that are there, and their places."""
+        there = [
+            (grad, place)
+            for grad, place, value in zip(*self[:3], strict=True)
+            if grad is not None and value is values
+        ]
+        return [grad for grad, _ in there], [place for _, place in there]
+
+    def times(self, factor: Scalar) -> list[Any]:
+        """Return the gradients times a factor; those of float16 become float32."""
+        return [
+            grad if grad is None or value else kops.multiply(grad, factor)
+            for grad, value in zip(self.tensors, self.values, strict=True)
+        ]
+
+
+class Looked(NamedTuple):
+    """The findings about the gradients, and what the policy wants to know of them."""
+
+    found: Found
+    measured: dict[str, Scalar]
+
+
+class Scaling:
+    """The policy, and its state in variables once the optimizer is built."""
+
+    def __init__(self, policy: Policy) -> None:
+        backend().check(policy)
+        self.policy = policy
+        self.variables: Variables | None = None
+        self.half_loss = False  # known as soon as a loss is scaled, or traced
+
+    def build(self, optimizer: Any, names: Sequence[str]) -> None:
+        """Make the variables of an optimizer for model variables of these names."""
+        self.variables = Variables(
+            optimizer, initial(self.policy), self.policy.precision, names
+        )
+
+    def state(self) -> Any:
+        """Return the policy's state for this step."""
+        variables = self.variables
+        state = initial(self.policy) if variables is None else variables.read()
+        if self.half_loss:
+            state = capped(
+                self.policy, state, PLAIN if variables is None else backend().ops
+            )
+        return state
+
+    def scale(self) -> Scalar:
+        """Return the scale of this step's loss.  float32 []."""
+        return single(self.state().scale, self._ops)
+
+    @property
+    def _ops(self) -> Ops:
+        return PLAIN if self.variables is None else backend().ops
+
+    def foresee(self, loss: Any) -> None:
+        """Let the policy see the loss, and keep it for the log."""
+        variables = self._built
+        number = kops.cast(kops.mean(kops.stop_gradient(loss)), "float32")
+        before = variables.read()
+        after = foreseen(
+            self.policy,
+            before,
+            number,
+            known=kops.convert_to_tensor(variables.has_loss),
+            ops=backend().ops,
+        )
+        if after is not before:
+            variables.write(after)
+        variables.keep_loss(number)
+
+    def look(self, grads: Grads, parts: int = 1) -> Looked:
+        """Check and measure gradients of this replica, one of `parts` that add up."""
+        scale = self.scale()
+        carried = scale if grads.scaled else kops.ones_like(scale)
+        bad = [kops.zeros((), "bool")] * self._built.width
+        found, measured = Found(None, None, 0.0 * scale, 0.0 * scale), {}
+        tensors, places = grads.chosen(values=False)
+        if tensors:
+            found = backend().look(tensors, parts / carried)
+            measured = self._measured(tensors, scale / carried)
+            _put(bad, places, found.bad)
+        tensors, places = grads.chosen(values=True)
+        if tensors:
+            _put(bad, places, backend().look(tensors, kops.ones_like(scale)).bad)
+        flags = kops.stack(bad) if bad else kops.zeros((0,), "bool")
+        finite = kops.logical_not(kops.any(flags))
+        return Looked(found._replace(bad=flags, finite=finite), measured)
+
+    def _measured(self, tensors: list[Any], lowered: Scalar) -> dict[str, Scalar]:
+        """Measure what the policy wants besides the largest gradient; NaN if not due.
+
+        `lowered` is the scale / the scale that the gradients carry.
+        """
+        turn = kops.convert_to_tensor(self._built.turn)
+        return {
+            name: kops.cond(
+                MEASUREMENTS[name].due(turn),
+                lambda function=function: function(tensors, lowered),
+                lambda: lowered * float("nan"),
+            )
+            for name, function in backend().measure.items()
+            if name in self.policy.wants
+        }
+
+    def conclude(self, looked: Looked, *, scaled: bool) -> tuple[Scalar, Scalar]:
+        """Decide about a step and write the state.
+
+        Returns whether to apply the step, and what to multiply its gradients by.
+        """
+        state, scale = self.state(), self.scale()
+        made = advance(
+            self.policy,
+            state,
+            looked.found,
+            looked.measured,
+            carried=scale if scaled else kops.ones_like(scale),
+            ops=backend().ops,
+        )
+        self._built.write(made.state)
+        self._built.log(made.row, looked.found.bad)
+        return made.applied, made.factor
+
+    @property
+    def _built(self) -> Variables:
+        if self.variables is None:
+            raise CallOrderError(
+                "The optimizer is not built. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
+        return self.variables
+
+
+def _put(bad: list[Any], places: Sequence[int], flags: Any) -> None:
+    for index, place in enumerate(places):
+        bad[place] = flags[index]
