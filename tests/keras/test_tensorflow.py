@@ -70,7 +70,8 @@ def test_fit_under_a_strategy_is_fit(strategy):
     for scope in (strategy.scope(), nullcontext()):
         with scope:
             model = net("float32")
-            model.compile(scaled(buoy.Static(init_scale=64.0)), "mse")
+            inner = keras.optimizers.SGD(0.01)
+            model.compile(scaled(buoy.Static(init_scale=64.0), inner), "mse")
         model.fit(*data(spoil={3}), batch_size=8, shuffle=False, verbose=0)
         made.append(model)
 
