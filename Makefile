@@ -80,7 +80,7 @@ $(KERAS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS)
 	$(KERAS)/bin/python -m pip install --quiet --upgrade pip
 	$(KERAS)/bin/python -m pip install --quiet --editable '.[torch,jax,keras]' \
-	    tensorflow-cpu pytest pytest-xdist hypothesis
+	    tensorflow-cpu tensorboard pytest pytest-xdist hypothesis
 	touch $@
 
 # Ray is large: it has a target and an environment of its own, and `make test` leaves

@@ -30,7 +30,11 @@ def test_a_trace_has_every_step(tmp_path):
     options = {} if BACKEND == "torch" else {"steps_per_execution": 3}
     watch = Watch(tmp_path / "run.buoy", every=5)
     model = fitted(
-        scaled("headroom"), data(spoil={4}), callbacks=[watch], epochs=2, **options
+        scaled("headroom", "adam"),
+        data(spoil={4}),
+        callbacks=[watch],
+        epochs=2,
+        **options,
     )
     run = buoy.trace.load(tmp_path / "run.buoy")
 
@@ -48,7 +52,7 @@ def test_tensorboard_gets_the_scale(tmp_path):
     import tensorflow as tf
 
     board = keras.callbacks.TensorBoard(tmp_path, update_freq="epoch")
-    fitted(scaled(), data(spoil={1}), callbacks=[Watch(), board])
+    fitted(scaled(inner="adam"), data(spoil={1}), callbacks=[Watch(), board])
     tags = {
         value.tag
         for path in tmp_path.rglob("events*")

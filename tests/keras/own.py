@@ -1,0 +1,22 @@
+"""Run Keras' own tests of its LossScaleOptimizer, with ours in its place."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+from buoy.keras import LossScaleOptimizer
+
+for module in (
+    "keras.optimizers",
+    "keras.src.optimizers",
+    "keras.src.optimizers.loss_scale_optimizer",
+    "keras.src.trainers.trainer",
+):
+    importlib.import_module(module).LossScaleOptimizer = LossScaleOptimizer
+
+root = Path(keras.__file__).parent / "src"
+arguments = [str(root / a) if a.endswith(".py") else a for a in sys.argv[1:]]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-W", "ignore", *arguments]))
