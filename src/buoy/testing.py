@@ -229,7 +229,7 @@ def _hypothesis() -> tuple[Any, Any, Any]:
 
 
 class Opaque:
-    """A number that computes but cannot be looked at, as a tensor on a busy device.
+    """A number that computes but cannot be read, like a tensor on a busy device.
 
     Example:
         >>> bool(Opaque(1.0) > 0)

@@ -86,7 +86,7 @@ def test_underflow_with_room_above_says_which_scale_would_fit():
     assert "2^26" in found.sentences[0]
     assert "deep.weight" in found.sentences[0]
     found = said(run([True] * 100, amax=2.0**5, shots=[shot]))
-    assert "no room for a larger scale" in found.sentences[0]
+    assert "A larger scale would overflow" in found.sentences[0]
 
 
 def test_a_loss_that_is_no_number_is_trouble():

@@ -46,7 +46,7 @@ class Stuck:
     """
 
     skipped: int  # in a row, or within the window
-    window: int  # steps looked at; equal to `skipped` for a row
+    window: int  # steps considered; equal to `skipped` for a row
     scale: float
     verdict: Verdict  # `applied` where the steps were idle
     offenders: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ __all__ = ["app", "run"]
 def app() -> None:
     """Keep half-precision gradients afloat: loss scaling for mixed precision.
 
-    Every command takes --json.  Exit codes: 0 done, 1 an error in what was given (a
+    Every command takes --json.  Exit codes: 0 done, 1 invalid input (a
     file, a policy), 2 wrong usage.
     """
 

@@ -22,10 +22,10 @@ _CTRL_C = 130  # as shells have it
     multiple=True,
     help="Train with this policy too, e.g. backoff:init_scale=2**10. Repeatable.",
 )
-@click.option("--steps", type=click.IntRange(1), help="Train for so many steps only.")
+@click.option("--steps", type=click.IntRange(1), help="Train for this many steps only.")
 @click.option(
     "--seeds", type=click.IntRange(1, 99), default=_SEEDS, show_default=True,
-    help="Train each with so many seeds.",
+    help="Train each with this many seeds.",
 )  # fmt: skip
 @click.option(
     "-o",

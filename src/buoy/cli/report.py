@@ -29,9 +29,9 @@ __all__ = ["report"]
     "labels",
     multiple=True,
     metavar="TEXT",
-    help="What to call a run, in the order of the files. Repeatable.",
+    help="The label of a run, in the order of the files. Repeatable.",
 )
-@click.option("--title", default="", help="What stands at the top of the page.")
+@click.option("--title", default="", help="The title of the page.")
 @click.option(
     "-p",
     "--policy",
@@ -55,7 +55,7 @@ def report(
 ) -> None:
     """Write one self-contained page about the recorded runs in FILE.
 
-    It opens offline: scale and skips, headroom, where the gradients lie, which layers
+    It opens offline: scale and skips, headroom, sizes of gradients, which layers
     lose most, and what other policies would have done.
     """
     from buoy.report.page import write  # noqa: PLC0415 - imports only what is used

@@ -69,7 +69,7 @@ def run(
     module: bool,
     as_json: bool,
 ) -> int:
-    """Run SCRIPT with Buoy's scaler in the place of torch's, and record a trace.
+    """Run SCRIPT with Buoy's scaler in place of torch's, and record a trace.
 
     No edit is needed, whichever way the script or a library it uses imports
     GradScaler.  ARGS are the script's own; options of this command go before SCRIPT.

@@ -1,4 +1,4 @@
-"""Run the demo's trainings with a live table, and tell how they went."""
+"""Run the demo's trainings with a live table, and print the results."""
 
 import os
 import sys

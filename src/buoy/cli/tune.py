@@ -45,7 +45,9 @@ _USUAL = ("backoff",)
     show_default=True,
     help="Share of the steps that a safe static scale may skip.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of resampling.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="The seed of the resampling."
+)
 @FORMAT
 @JSON
 def tune(
@@ -78,7 +80,7 @@ def tune(
 
 
 def _tunable(spec: str) -> Tunable:
-    """Tell a name, whose parameters stay, from a policy of the user's own."""
+    """Distinguish a name, whose parameters stay, from a user's policy."""
     found, parameters = chosen(spec)
     return (found, parameters) if isinstance(found, str) else made(spec)
 

@@ -20,7 +20,7 @@ __all__ = ["watch"]
 
 @click.command(short_help="Watch a run while it is recorded.")
 @FILE
-@click.option("--once", is_flag=True, help="Show how it stands now, and end.")
+@click.option("--once", is_flag=True, help="Print the current state and exit.")
 @click.option(
     "--every",
     type=click.FloatRange(0.05, 3600.0),

@@ -147,7 +147,7 @@ def _run(outcome: Outcome) -> Run:
 
 
 def _training(workload: Workload, runs: Sequence[Run], charts: dict[str, Any]) -> str:
-    """Draw one training: loss, scale and skips, what is lost, and where it lies."""
+    """Draw one training: loss, scale and skips, what is lost, and in which layers."""
     from bokeh.models import Range1d  # noqa: PLC0415 - a large import
 
     from buoy.report.figures import loss_charts  # noqa: PLC0415

@@ -43,7 +43,7 @@ def cores() -> int:
 
 
 def run(jobs: Iterable[Job], workers: int, done: Callable[[Outcome], None]) -> bool:
-    """Run all jobs, call `done` for each; give False if Ctrl-C came before the end."""
+    """Run all jobs, call `done` for each; return False if Ctrl-C ended it early."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, _begin, (stop,))
@@ -65,7 +65,7 @@ def run(jobs: Iterable[Job], workers: int, done: Callable[[Outcome], None]) -> b
 
 
 def _rest(pending: list["Future[Outcome]"]) -> Iterator[Outcome]:
-    """Take what was being trained when Ctrl-C came."""
+    """Take the jobs that were running when Ctrl-C was pressed."""
     begun = [future for future in pending if not future.cancel()]
     for future in wait(begun, _PATIENCE).done:
         try:

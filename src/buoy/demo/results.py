@@ -1,4 +1,4 @@
-"""What the trainings came to: a table, and sentences that the figures decide."""
+"""The results of the trainings: a table, and sentences that depend on the figures."""
 
 import statistics
 from collections.abc import Iterable, Sequence

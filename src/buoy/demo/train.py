@@ -33,7 +33,7 @@ _ASK = 16  # steps between two looks at whether to stop
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one training came to."""
+    """The result of one training."""
 
     workload: str
     column: str
@@ -88,7 +88,7 @@ def _seeded(seed: int) -> Iterator[torch.Generator]:
 
 
 class Run:
-    """A training as it goes on."""
+    """A running training."""
 
     def __init__(
         self, workload: Workload, column: Column, source: torch.Generator, steps: int
@@ -111,7 +111,7 @@ class Run:
         self.stuck = str(stuck)
 
     def step(self, number: int, *, look: bool) -> None:
-        """Take one step as everybody's loop does, and write down what became of it."""
+        """Take one step of a usual training loop, and record its outcome."""
         self._optimizer.zero_grad()
         net = self.task.net
         forward = _in_fp16(net, self._weights) if self._real else net

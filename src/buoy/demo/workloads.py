@@ -1,7 +1,7 @@
 """The trainings of the demo: small, real, of different kinds, and the same every time.
 
 Each has a network, a loss that is computed in FP32 from the network's output, and a
-figure by which to judge the result.  Batches come from a generator of their own, so
+figure by which to judge the result.  Batches come from a separate generator, so
 that every column of a comparison sees the same ones.
 """
 

@@ -1,6 +1,6 @@
 """Which module went non-finite first, in which direction, and by how much.
 
-The batch is run once more under hooks, and nothing that training depends on is
+The batch is run again under hooks, and nothing that training depends on is
 changed.  If something is found, the passes run again in FP32, to measure how large it
 would have been, and with what would be advised, to see whether it helps.
 """
@@ -48,7 +48,7 @@ def first_nonfinite(
             where all have to call this and some find nothing.
 
     Raises `OptionError` if `step_fn` runs no module of the model, or no backward pass:
-    nothing was looked at, and None would not be true.
+    nothing was inspected, and None would be wrong.
 
     Example:
         >>> class Cube(torch.nn.Module):
@@ -76,7 +76,7 @@ def first_nonfinite(
 def _check_looked(
     seen: Followed, run: Rehearsed, model: torch.nn.Module, *, found: bool
 ) -> None:
-    """Raise if nothing was looked at: that is not the same as all being finite."""
+    """Raise if nothing was inspected: that does not mean that all is finite."""
     if any(param.grad is not None for param in model.parameters()):
         return
     name = type(model).__name__
@@ -84,7 +84,7 @@ def _check_looked(
         bad = "" if size_of(run.losses).finite else " Its loss was not finite."
         message = (
             f"`step_fn` ran no module of the {name} that was passed as `model`, so "
-            f"none of them could be looked at.{bad} Pass the model that `step_fn` runs."
+            f"none of them could be inspected.{bad} Pass the model that `step_fn` runs."
         )
         raise OptionError(message)
     if not found and not run.backward:
@@ -107,7 +107,7 @@ def _among_ranks() -> bool:
 def _first(
     seen: Followed, losses: list[torch.Tensor], model: torch.nn.Module
 ) -> tuple[Spot | None, Part | None]:
-    """Choose among what was not finite: what came first and did reach the end."""
+    """Choose the first non-finite value that reached the end."""
     bad_loss = not size_of(losses).finite
     if seen.forward and (bad_loss or not losses):
         return seen.forward[0], _part(seen.forward[0])

@@ -1,4 +1,4 @@
-"""What was found to have gone non-finite first, as numbers and in words."""
+"""The first non-finite value of a step, as numbers and in words."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How much of a tensor's gradient was lost to zero, told from what is left of it.
+"""Estimate how much of a tensor's gradient was lost to zero, from what is left.
 
 A zero in a gradient is either lost, or zero by nature: a dead unit, a word that did not
 occur.  What is left shows which: magnitudes of gradients are close to log-normal, so
@@ -54,8 +54,8 @@ def estimate_run(run: Recording) -> Underflow | None:
     Example:
         >>> from buoy.trace import Shot
         >>> shot = Shot(7, 2.0, {"w": Counts(low=-3, counts=(40, 80, 40), zeros=30)})
-        >>> told = estimate_run(Recording("run.buoy", shots=[shot]))
-        >>> told.scale, told.parameters["w"].zero
+        >>> estimate = estimate_run(Recording("run.buoy", shots=[shot]))
+        >>> estimate.scale, estimate.parameters["w"].zero
         (2.0, 0.0)
     """
     if not run.shots:
@@ -141,7 +141,7 @@ def _likelihood(bins: Sequence[Bin], zeros: float, mu: float, sigma: float) -> f
 
 
 def _between(a: float, b: float, mu: float, sigma: float) -> float:
-    """Tell which share of a normal distribution lies between two numbers."""
+    """Return the share of a normal distribution between two numbers."""
     low, high = (a - mu) / sigma / math.sqrt(2), (b - mu) / sigma / math.sqrt(2)
     if low > 0:
         return 0.5 * (math.erfc(low) - math.erfc(high))

@@ -1,6 +1,6 @@
 """Follow one forward and backward pass through the modules of a model.
 
-Every call of a module is a `Span`.  What enters and leaves it is looked at on the way
+Every call of a module is a `Span`.  What enters and leaves it is inspected on the way
 forward; on the way back, what arrives at its outputs and what it passes on to its
 inputs and parameters.  Inputs and outputs are replaced by views of themselves, so that
 a gradient belongs to one module even where a tensor is used in several places.
@@ -77,7 +77,7 @@ class Followed:
 
     @contextmanager
     def hooked(self) -> Iterator["Followed"]:
-        """Put the hooks in place, and remove them whatever happens."""
+        """Install the hooks, and remove them in any case."""
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
@@ -140,7 +140,7 @@ class Followed:
             span.parent.first = span.parent.first or span
             span.parent.last = span
         if self._note(span, "output", pytree.tree_leaves(output)).finite:
-            # Whatever was not finite on the way did not get out: a mask, most likely.
+            # Non-finite values inside did not get out: a mask, most likely.
             del self.forward[span.began :]
         else:
             self.forward.append(Spot("output", span))

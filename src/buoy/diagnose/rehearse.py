@@ -1,4 +1,4 @@
-"""Run a step's forward and backward pass once more, and leave no trace of it.
+"""Run a step's forward and backward pass again, without side effects.
 
 Gradients, buffers, random numbers and scalers are afterwards what they were before.
 A step function may go on to unscale, clip, step or update: it is stopped there, so a
@@ -65,7 +65,7 @@ def _is_loss(returned: Any) -> bool:
 
 
 class Rehearsed:
-    """What a rehearsal let be seen."""
+    """The findings of a rehearsal."""
 
     def __init__(self, scale: float | None) -> None:
         self.scale = scale

@@ -1,4 +1,4 @@
-"""Attribute skipped steps while training goes on."""
+"""Attribute skipped steps during training."""
 
 import logging
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class ExplainSkips:
     """Run steps, and re-run a batch whose step was skipped to see what overflowed.
 
     `run` does nothing but call the function it is given, and remember it.  When
-    `update` finds that the step was skipped, that batch runs once more under hooks,
+    `update` finds that the step was skipped, that batch runs again under hooks,
     with the random numbers it had and at the scale it had; what was found is logged
     (logger `buoy.diagnose`), kept in `culprits`, and saved with the batch if `folder`
-    is given.  Training goes on as if nothing had been looked at: an error in the
+    is given.  Training continues unchanged: an error in the
     second run or in saving is logged, and training does not see it.
 
     Args:

@@ -160,7 +160,7 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
     def _by_own_kernel(
         self, func: Any, plan: Plan, args: Any, kwargs: Any, *, flat: bool
     ) -> tuple[bool, Any]:
-        """Compute with torch's kernel of the format: its bits, whatever the CPU."""
+        """Compute with torch's kernel of the format: the same bits on every CPU."""
         changed = [args[place] for place in sorted(plan.written)]
         if func in self._lacking or plan.out or not all(map(self._is_narrow, changed)):
             return False, None

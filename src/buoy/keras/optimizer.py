@@ -103,7 +103,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def last_step(self) -> Row:
-        """What became of the last step, and why."""
+        """The outcome of the last step, and its reason."""
         rows = self.rows()
         if not rows:
             raise CallOrderError(
@@ -114,7 +114,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return rows[-1]._replace(verdict=Verdict.POISONED)
 
     def rows(self) -> list[Row]:
-        """Return what became of the last 64 steps, oldest first."""
+        """Return the outcomes of the last 64 steps, oldest first."""
         variables = self._scaling.variables
         return [] if variables is None else variables.rows()
 
@@ -361,5 +361,5 @@ def _name(variable: Any) -> str:
 
 
 def _values(variables: Sequence[Any]) -> list[Any]:
-    """Return tensors; variables may stand in their place."""
+    """Return tensors; variables are accepted, too."""
     return [getattr(variable, "value", variable) for variable in variables]

@@ -76,7 +76,7 @@ class Watch(keras.callbacks.Callback):
     # --- Keras' hooks
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Open the trace, and look where the optimizer stands."""
+        """Open the trace, and read the optimizer's position."""
         del logs
         optimizer = self._optimizer()
         rows = optimizer.rows()

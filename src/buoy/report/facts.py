@@ -34,7 +34,7 @@ class Layer:
     """One tensor over the whole run."""
 
     name: str
-    size: int  # elements; 0 if it was never looked at, only named by a skip
+    size: int  # elements; 0 if it was never measured, only named by a skip
     zero: float  # share, mean over the looks
     subnormal: float
     headroom: float | None  # bits, the least of all looks

@@ -1,4 +1,4 @@
-"""Pieces of HTML; whatever comes from a file is escaped."""
+"""Pieces of HTML; all text from files is escaped."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -21,7 +21,7 @@ class Cell(NamedTuple):
 
 
 def chip(level: str) -> str:
-    """Say how a run fared in a word, with a sign beside the colour."""
+    """Return the state of a run as a word with a sign, not by colour alone."""
     sign = f'<span aria-hidden="true">{_SIGNS[level]}</span>'
     return f'<span class="chip {level}">{sign} {_WORDS[level]}</span>'
 

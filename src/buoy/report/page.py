@@ -193,7 +193,7 @@ def _common(charts: dict[str, Any], runs: Sequence[Run]) -> list[str]:
     if "headroom" in charts:
         words = "bits between the largest scaled gradient and the format's maximum."
         boxes.append(figure_box(slot("headroom"), "Headroom:", words))
-    made = [section("The scale and its room", key(runs), *boxes, name="scale")]
+    made = [section("The scale and its headroom", key(runs), *boxes, name="scale")]
     curves = [name for name in charts if name.startswith("curve ")]
     if curves:
         boxes = [
@@ -235,6 +235,6 @@ def _no_map(run: Run, *, alone: bool) -> str:
     """Say why there is no map: an empty one would say nothing."""
     words = "No histograms were recorded."
     if run.recording.shots:
-        words = "Every gradient that was looked at is exactly zero or not finite."
+        words = "Every measured gradient is exactly zero or not finite."
     whose = "" if alone else f"<b>{escape(run.label)}</b>: "
     return f'<p class="soft">{whose}{words}</p>'

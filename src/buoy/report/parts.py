@@ -45,7 +45,7 @@ def judgement(run: Run, found: Facts, said: Summary, *, level: int = 2) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escape, and set what stands between backticks as code."""
+    """Escape, and show text between backticks as code."""
     parts = escape(text).split("`")
     return "".join(
         f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)

@@ -1,4 +1,4 @@
-"""What a page is made of: runs, each with a label and whatever else is known of it."""
+"""The contents of a page: runs, each with a label and further data."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Run:
 
     @cached_property
     def figures(self) -> Facts:
-        """The run summed up, once for all who ask."""
+        """The summary of the run, computed once."""
         return sum_up(self.recording)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:

@@ -87,7 +87,7 @@ def sparkline(
 
 
 def line(follower: Follower) -> str:
-    """Say how the run stands in one line, where there is no terminal to draw on."""
+    """Print the state of the run in one line, if there is no terminal to draw on."""
     found = follower.facts()
     rows = follower.recording.rows if follower.recording else []
     bits = next((b for r in reversed(rows) if (b := r.headroom) is not None), None)

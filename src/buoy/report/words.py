@@ -107,11 +107,11 @@ def _lossy(found: Facts) -> list[Finding]:
         better = power(2.0 ** math.floor(math.log2(found.last_scale) + spare - 1.0))
         what += (
             f" There are {bits(spare)} of headroom above them: a scale of {better} "
-            'would fit, and `policy="headroom"` finds it by itself.'
+            'would fit, and `policy="headroom"` finds it without settings.'
         )
     else:
         what += (
-            " There is no room for a larger scale: some layers need another range than "
+            " A larger scale would overflow: some layers need another range than "
             "others. Keep those in FP32, or normalise what they compute."
         )
     return [("look", "Gradients underflow", what)]

@@ -73,14 +73,14 @@ class LossScaler(tf.Module):
 
     @property
     def last_step(self) -> Row:
-        """What became of the last step; not inside `tf.function`."""
+        """The outcome of the last step; not inside `tf.function`."""
         rows = self.rows()
         if not rows:
             raise CallOrderError("No step has been taken yet. Call `apply` first.")
         return rows[-1]
 
     def rows(self) -> list[Row]:
-        """Return what became of the last 64 steps, oldest first."""
+        """Return the outcomes of the last 64 steps, oldest first."""
         return rows_of(int(self._turn), self._log.numpy(), [()] * LENGTH, ())
 
     @_as_written

@@ -103,7 +103,7 @@ def _at_rest(path: Path) -> bool:
     except sqlite3.OperationalError:
         return False
     except sqlite3.DatabaseError:
-        return True  # damaged: whoever wrote it is gone
+        return True  # damaged: its writer has ended
     finally:
         file.close()
     return bool(mode == "delete")

@@ -73,7 +73,7 @@ class Counts:
 
     @property
     def zero_share(self) -> float:
-        """Which share of the elements is exactly zero, by underflow or by itself."""
+        """The share of elements that are exactly zero, by underflow or by nature."""
         return self.zeros / self.looked_at if self.looked_at else 0.0
 
     def below(self, log2: float) -> float:

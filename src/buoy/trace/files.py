@@ -31,12 +31,12 @@ def check_readable(where: str) -> None:
 
 
 def replace_file(target: Path, data: bytes, what: str) -> None:
-    """Write a file, whole or not at all; never through a link that lies in wait."""
+    """Write a file completely or not at all; never through a symbolic link."""
     part = None
     try:
         if target.exists() and not target.is_file():
             raise OSError("it is a folder, a pipe or a device")  # noqa: TRY301
-        # A name that nobody can guess, made by us: `mkstemp` follows no link.
+        # An unpredictable name: `mkstemp` follows no link.
         number, part = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         with open(number, "wb") as file:  # noqa: PTH123 - it is open already
             file.write(data)

@@ -1,4 +1,4 @@
-"""A sink in a thread of its own: one that hangs or fails costs nothing but itself."""
+"""A sink in its own thread: if it hangs or fails, only its output is lost."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ _LOOK = 0.25  # seconds between two looks at what a call does
 
 
 class Sink(Protocol):
-    """Whatever takes rows as they come; it may be slow, and it may fail."""
+    """An object that takes rows as they are recorded; it may be slow or fail."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Take the next rows."""

@@ -32,10 +32,10 @@ class TraceWarning(UserWarning):
 
 
 class Recorder:
-    """Write a run's steps and histograms to a file, from a thread of its own.
+    """Write a run's steps and histograms to a file, in a background thread.
 
-    `step` takes a microsecond or two and never waits for the disk.  Whatever goes wrong
-    there is told by one `TraceWarning`, and the run goes on.
+    `step` takes a microsecond or two and never waits for the disk.  If writing fails,
+    there is one `TraceWarning`, and training continues.
 
     Args:
         path: the file, one per run; an earlier run's file of that name is moved aside.
@@ -153,7 +153,7 @@ class Recorder:
         self._drains.append(drain)
 
     def complain(self, message: str) -> None:
-        """Have something told, once, by the thread that trains."""
+        """Queue a warning, issued once by the training thread."""
         self._writer.news.append(message)
 
     def flush(self) -> None:

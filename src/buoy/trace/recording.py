@@ -1,4 +1,4 @@
-"""Read a recorded run: while it goes on, after it was killed, or from a stranger.
+"""Read a recorded run: while it is written, after a kill, or from an untrusted source.
 
 The file is data.  It is opened for reading only, its schema must be ours to the letter
 (see `schema`), every value is checked for its type, and sizes are bounded.
@@ -67,7 +67,7 @@ class Recording:
 
     @property
     def lost(self) -> int:
-        """How many rows were let go because the disk was too slow."""
+        """How many rows were dropped because the disk was too slow."""
         lost = self.meta.get("lost", 0)
         return lost if type(lost) is int else 0
 

@@ -10,10 +10,10 @@ __all__ = ["Row", "headroom"]
 
 
 class Row(NamedTuple):
-    """What became of one step.  Everything but the scale is of unscaled gradients.
+    """The outcome of one step.  All but the scale refer to unscaled gradients.
 
-    None is "not measured": large models have their largest gradient looked at in some
-    steps only, unless the policy wants it anyway.
+    None is "not measured": the largest gradient of large models is measured in some
+    steps only, unless the policy uses it.
 
     Example:
         >>> Row(step=3, time=0.0, scale=65536.0, applied=True, amax=0.5).headroom

@@ -2,9 +2,9 @@
 
     Recorder("run.buoy", sinks=[TensorBoard("logs"), JsonLines("run.jsonl")])
 
-Each package is imported when its first row comes, in a thread of its own; a sink
+Each package is imported for its first row, in the sink's thread; a sink
 that fails is off from then on, with one warning.  All values are of *unscaled*
-gradients, so a dashboard shows the same curves whatever the scale does.
+gradients, so the curves of a dashboard do not depend on the scale.
 """
 
 import json
@@ -181,7 +181,7 @@ def _summary_writer() -> Any:
 
 
 class WandB:
-    """Log to Weights & Biases under `buoy/`, over a step of its own.
+    """Log to Weights & Biases under `buoy/`, with a step axis of its own.
 
     Takes a run that you have, or what `wandb.init` takes.  `buoy/step` is the axis, so
     your own calls of `wandb.log` keep theirs.

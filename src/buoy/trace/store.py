@@ -51,7 +51,7 @@ class Store:
         self._same = self.path.stat()
 
     def _begin(self) -> None:
-        """Make the tables at once: whoever reads sees none of it or all."""
+        """Create all tables in one transaction: readers see none of them or all."""
         with self._transaction():
             self._file.execute(f"PRAGMA application_id = {APPLICATION}")
             self._file.execute(f"PRAGMA user_version = {VERSION}")
@@ -150,7 +150,7 @@ class Store:
             sizes = [pair for pair in sizes if pair[0] not in lost]
 
     def close(self) -> None:
-        """Leave one plain file behind, whoever else may be reading it."""
+        """Leave one plain file, also while others read it."""
         try:
             with contextlib.suppress(sqlite3.OperationalError):  # a reader is there
                 self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")

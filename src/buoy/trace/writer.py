@@ -1,4 +1,4 @@
-"""The thread that writes: whatever happens here, training goes on.
+"""The thread that writes: errors here never stop training.
 
 Items wait in a bounded queue; what does not fit is counted and let go.  A disk that is
 full, slow or read-only costs the trace, a sink that fails costs the sink, and each is
@@ -47,14 +47,14 @@ class Batch:
 
 
 class Writer:
-    """Take items from the thread that trains, and write them in one of its own."""
+    """Take items from the training thread, and write them in another."""
 
     def __init__(
         self, path: Path | None, sinks: Sequence[Sink], *, most: int, budget: int
     ) -> None:
         self.path = path
         self.lost = 0
-        self.news: deque[str] = deque()  # to be told, once each
+        self.news: deque[str] = deque()  # warnings to issue, once each
         self.rows: deque[Row] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self.offenders: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=most)
@@ -178,7 +178,7 @@ class Writer:
                 self.path = self._store.path
             if self._store is not None:
                 self._store.write(held.rows, held.snapshots, held.offenders, held.meta)
-        except BaseException as error:  # noqa: BLE001 - whatever it is costs the trace alone
+        except BaseException as error:  # noqa: BLE001 - any error costs only the trace
             busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
             if busy and not self._done:
                 return False  # another process has the file open: later

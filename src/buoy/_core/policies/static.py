@@ -50,7 +50,7 @@ class _Still:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static(_Still):
-    """Keep one scale for ever; skip the steps that overflow.
+    """Keep one scale; skip the steps that overflow.
 
     Find a good value with `buoy tune`.
 

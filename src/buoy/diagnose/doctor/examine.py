@@ -14,7 +14,7 @@ __all__ = ["Doctor", "Examined", "examine"]
 
 
 class Doctor:
-    """Watch whatever trains inside a `with` block; then `findings` says what is wrong.
+    """Watch the training inside a `with` block; then `findings` says what is wrong.
 
     Args:
         force_skip: make one step overflow if none has by then, to see whether
@@ -58,7 +58,7 @@ class Doctor:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What an examination came to; printing it says everything in words.
+    """The result of an examination; print it to read it in words.
 
     Example:
         >>> print(Examined([], Facts(steps=5), None))

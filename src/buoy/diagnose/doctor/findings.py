@@ -41,7 +41,7 @@ def findings(facts: Facts) -> list[Finding]:
     return [f for f in found if not _BECAUSE.get(f.code, set()) & codes]
 
 
-# What follows from something worse is not told a second time.
+# A consequence of a worse finding is not reported again.
 _BECAUSE = {
     "forward_nonfinite": {"direct_step"},
     "floor": {"forward_nonfinite"},
@@ -76,7 +76,7 @@ def _direct_step(facts: Facts) -> Finding | None:
                 f"`{optimizer.kind}.step()` is called past the scaler, "
                 f"{optimizer.direct} times.",
                 optimizer.direct_at,
-                "It sees gradients that nobody checked, multiplied by the scale unless "
+                "It applies unchecked gradients, multiplied by the scale unless "
                 "they were unscaled: inf and NaN go straight into the weights.",
                 "Call `scaler.step(optimizer)` instead of `optimizer.step()`.",
             )

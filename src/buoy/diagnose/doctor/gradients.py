@@ -1,4 +1,4 @@
-"""What became of each parameter's gradient: scaled, unscaled, cleared, underflowed."""
+"""The state of each parameter's gradient: scaled, unscaled, cleared, underflowed."""
 
 import weakref
 from collections import deque
@@ -75,7 +75,7 @@ class Clearing:
                 entry[2] = entry[0].grad._version
 
     def stepped(self, optimizer: Any) -> bool:
-        """Start anew after a step; say whether nothing was cleared since the last."""
+        """Reset after a step; return whether nothing was cleared since the last one."""
         self.look()
         stale = bool(self._kept) and not any(entry[3] for entry in self._kept)
         held = [p for p in parameters_of(optimizer) if p.grad is not None]

@@ -1,4 +1,4 @@
-"""What was done with losses: scaled or not, in which dtypes, and what came of it."""
+"""How losses are used: scaled or not, in which dtypes, with which gradients."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Stand beside functions of others: see a call come and go, and change nothing."""
+"""Observe calls of other libraries' functions, without changing them."""
 
 import sys
 from collections.abc import Callable, Iterator

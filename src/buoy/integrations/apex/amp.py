@@ -175,7 +175,7 @@ def scale_loss(
         return nullcontext(loss)
     if not 0 <= loss_id < len(_now.scalers):
         message = (
-            f"`loss_id` is {loss_id}, but `amp.initialize` was told of "
+            f"`loss_id` is {loss_id}, but `amp.initialize` was given "
             f"{len(_now.scalers)} losses. Pass `num_losses` to it."
         )
         raise OptionError(message)

@@ -35,7 +35,7 @@ def cast_model(
 ) -> None:
     """Cast a model in place, and let its forward pass cast what it is given.
 
-    Outputs come back in FP32 unless told otherwise, so that losses are computed in it.
+    Outputs are cast to FP32 by default, so that losses are computed in FP32.
     """
     dtype, mixed = level.cast_model_type, level.patch_torch_functions
     if dtype is not None:

@@ -36,7 +36,7 @@ class Gradients:
 
     @property
     def param_groups(self) -> Any:
-        """The optimizer's own, whatever was loaded or added since."""
+        """The optimizer's current parameter groups, also after loading or adding."""
         return self.optimizer.param_groups
 
     @property

@@ -72,7 +72,7 @@ def clip(
     if error:
         raise DeviceModeError(
             "`error_if_nonfinite=True` has to read the norm, and a compiled step reads "
-            "nothing. Leave it out: a step that overflows is skipped by itself."
+            "nothing. Leave it out: a step that overflows is skipped."
         )
     seen = _look(scaler._rule, optimizer, gather(optimizer), order)
     norm: torch.Tensor = seen.norm

@@ -299,7 +299,7 @@ _NO_MODEL = (
 )
 _OTHERS = (
     "`run` did not run this batch again: it added to gradients of parameters that it "
-    "does not step, and a re-run would add to them once more. Step all optimizers "
+    "does not step, and a re-run would add to them again. Step all optimizers "
     "whose gradients the function computes, or run the others' backward pass outside."
 )
 _HALF_A_STEP = (

@@ -94,7 +94,7 @@ def jaxamp(
 ) -> Policy:
     """Grow after 2001 clean steps, divide on overflow; no bounds.
 
-    Bugs of the peer: growth is one step late; inf and 0 stay for ever.
+    Bugs of the peer: growth is one step late; inf and 0 are final.
     """
     return PeerBackoff(
         init_scale=scaler,
