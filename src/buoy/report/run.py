@@ -26,8 +26,7 @@ class Run:
         note: a sentence under the run's name.
 
     Example:
-        >>> from buoy.report.facts import Facts, sum_up
-    from buoy.trace.recording import Recording
+        >>> from buoy.trace.recording import Recording
         >>> run = Run(Recording("run.buoy"), series={"accuracy": {0: 0.1, 100: 0.9}})
         >>> run.label, run.curve("accuracy")
         ('run', ([0, 100], [0.1, 0.9]))

@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     message = (
         f"`buoy.tensorflow` needs TensorFlow: {error}. Install it with "
-        "`pip install buoy[tensorflow]`."
+        "`pip install buoy-amp[tensorflow]`."
     )
     raise MissingBackendError(message) from error
 
