@@ -13,7 +13,7 @@ import torch
 import buoy
 import buoy.trace
 from buoy.diagnose import examine
-from buoy.diagnose.replace import Replacement, replaced
+from buoy.integrations.install import install
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -237,7 +237,7 @@ def test_options_are_frozen():
 
 def examined(script):
     """Examine a script that gets Buoy's scaler wherever it asks for torch's."""
-    with replaced(Replacement()):
+    with install():
         return examine(str(SCRIPTS / f"{script}.py"))
 
 
@@ -262,7 +262,7 @@ def test_libraries_that_are_loaded_already_get_ours_too(monkeypatch):
     library = types.ModuleType("some_library")
     library.Held = torch.amp.GradScaler
     monkeypatch.setitem(sys.modules, "some_library", library)
-    with replaced(Replacement()):
+    with install():
         made = library.Held("cpu")
 
     assert made.last_step is None
@@ -272,7 +272,7 @@ def test_libraries_that_are_loaded_already_get_ours_too(monkeypatch):
 def test_torch_is_put_back():
     """The names mean what they meant."""
     before = torch.amp.GradScaler, torch.cuda.amp.GradScaler
-    with replaced(Replacement()):
+    with install():
         assert issubclass(torch.amp.GradScaler, before[0])
         assert before[0] is not torch.amp.GradScaler
     assert before == (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

@@ -15,7 +15,7 @@ from buoy.cli.render import json_out, value_text
 from buoy.cli.spec import JSON, PROGRAM, hint_at_options, parsed
 
 if TYPE_CHECKING:
-    from buoy.diagnose.replace import Replacement
+    from buoy.integrations.install import Installation
 
 __all__ = ["run"]
 
@@ -85,15 +85,14 @@ def run(
         exit_code,
         run_program,
     )
-    from buoy.diagnose.replace import Replacement, replaced  # noqa: PLC0415
+    from buoy.integrations.install import install  # noqa: PLC0415
 
     with ExitStack() as stack:
         if as_json:  # what the script prints is not part of the answer
             stack.enter_context(redirect_stdout(sys.stderr))
-        made = Replacement(
-            chosen, None if no_trace else trace, on_replaced=settings.note
-        )
-        stack.enter_context(replaced(made))
+        options = {} if no_trace else {"trace": trace}
+        made = stack.enter_context(install(chosen, **options))
+        made.on_replaced = settings.note
         error = None
         try:
             run_program(target, args, module=module)
@@ -109,7 +108,7 @@ def run(
         json_out(
             {
                 "exit_code": code,
-                "scalers": len(made.made),
+                "scalers": len(made.scalers),
                 "policy": spec,
                 "replaced": settings.seen,
                 "traces": [str(path) for path in made.traces],
@@ -173,7 +172,7 @@ def _check_report(report: Path | None, *, no_trace: bool) -> None:
         raise MissingBackendError(message)
 
 
-def _written(made: "Replacement", target: Path) -> Path | None:
+def _written(made: "Installation", target: Path) -> Path | None:
     """Write the page; if that fails, the script's exit code is still the script's."""
     from buoy.report.page import write  # noqa: PLC0415
 
@@ -184,9 +183,9 @@ def _written(made: "Replacement", target: Path) -> Path | None:
         return None
 
 
-def _tell(made: "Replacement", page: Path | None) -> None:
+def _tell(made: "Installation", page: Path | None) -> None:
     """Say what was recorded and where; on stderr, stdout is the script's."""
-    if not made.made:
+    if not made.scalers:
         click.echo(
             "buoy: the script made none of torch's GradScalers; nothing recorded.",
             err=True,

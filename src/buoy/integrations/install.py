@@ -1,0 +1,221 @@
+"""Put Buoy's scaler under torch's names: `install`.
+
+For training libraries that create their own scaler.  Each class of torch is replaced
+under every name by which a loaded module holds it; modules that are imported later
+import ours from torch.  Ours derive from torch's, as `isinstance` checks expect.
+"""
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.cpu.amp.grad_scaler
+import torch.cuda.amp
+
+from buoy._core.policies.policy import Policy
+from buoy.torch import GradScaler
+from buoy.trace.record import Recorder
+
+__all__ = ["Installation", "install"]
+
+_TRACED = 4  # scalers of one program that are recorded
+_OF_TORCHS_RULE = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
+
+
+@dataclass(eq=False)
+class Installation:
+    """Scalers of Buoy under torch's names, until `undo` or the end of a `with` block.
+
+    `scalers` holds those that were created.
+    """
+
+    policy: str | Policy | None = (
+        None  # None: torch's rule, with the caller's arguments
+    )
+    options: dict[str, Any] = field(default_factory=dict)
+    scalers: list[GradScaler] = field(default_factory=list)
+    # Called with the settings of the program that the policy replaces.
+    on_replaced: Callable[[dict[str, Any]], object] | None = None
+    _pairs: list[tuple[type, type]] = field(default_factory=list)  # theirs, ours
+
+    def apply(self) -> Self:
+        """Replace torch's classes."""
+        self._pairs = _classes(self)
+        _replace({id(theirs): ours for theirs, ours in self._pairs})
+        return self
+
+    def undo(self) -> None:
+        """Restore torch's classes; scalers that were created keep working."""
+        _replace({id(ours): theirs for theirs, ours in self._pairs})
+        self._pairs = []
+
+    def close(self) -> None:
+        """Close the traces."""
+        for recorder in self._recorders():
+            recorder.close()
+
+    @property
+    def traces(self) -> list[Path]:
+        """The recorded files; complete after `close`."""
+        return [recorder.path for recorder in self._recorders() if recorder.path]
+
+    def _recorders(self) -> list[Recorder]:
+        found = [scaler.trace for scaler in self.scalers if scaler.is_enabled()]
+        return [recorder for recorder in found if recorder is not None]
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the next scaler, from those of its caller."""
+        if self.policy is not None:
+            own = {k: given.pop(k) for k in _OF_TORCHS_RULE if k in given}
+            if given.get("enabled", True):
+                self.replaces({k: v for k, v in own.items() if v != _OF_TORCHS_RULE[k]})
+            given["policy"] = self.policy
+        given |= self.options
+        trace, number = given.get("trace"), len(self.scalers)
+        if isinstance(trace, (str, Path)) and number:
+            path = Path(trace)
+            numbered = path.with_stem(f"{path.stem}-{number + 1}")
+            given["trace"] = numbered if number < _TRACED else None
+        return given
+
+    def replaces(self, settings: dict[str, Any]) -> None:
+        """Report settings of the program that the policy replaces."""
+        if self.on_replaced is not None:
+            self.on_replaced(settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+
+def install(policy: str | Policy | None = None, **options: Any) -> Installation:
+    """Put Buoy's scaler under torch's names, for libraries that create their own.
+
+    Call it before the library creates its scaler.  `torch.amp.GradScaler`, its
+    deprecated forms in `torch.cuda.amp` and `torch.cpu.amp`, and FSDP's
+    `ShardedGradScaler` are replaced in all modules.  Undo it with the returned object,
+    or use that as a context manager.
+
+    Args:
+        policy: a policy or its name; the library's own numbers (`init_scale`, ...) are
+            then not used.  None: torch's rule, with the library's numbers.
+        options: further arguments of `GradScaler`.  They take precedence over those of
+            the library.
+
+    Example:
+        >>> with install(growth_interval=100) as installed:
+        ...     scaler = torch.amp.GradScaler("cpu")
+        >>> scaler.get_growth_interval(), installed.scalers == [scaler]
+        (100, True)
+    """
+    return Installation(policy, options).apply()
+
+
+class _Sharded(GradScaler):
+    """The arguments of FSDP's scaler, in its order; all ranks agree in ours anyway."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+        **options: Any,
+    ) -> None:
+        factors = growth_factor, backoff_factor, growth_interval, enabled
+        options = {"process_group": process_group, **options}
+        # Not `super()`: between them is the class that replaces torch.amp's.
+        GradScaler.__init__(self, device, init_scale, *factors, **options)
+        self.process_group = process_group
+
+
+def _replace(pairs: dict[int, type]) -> None:
+    """Replace classes, by identity, in every loaded module."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "buoy" or not hasattr(module, "__dict__"):
+            continue
+        for key, value in list(vars(module).items()):
+            if id(value) in pairs:
+                setattr(module, key, pairs[id(value)])
+
+
+def _classes(chosen: Installation) -> list[tuple[type, type]]:
+    """Create a class of ours for each of torch's."""
+    found: list[tuple[type, type]] = []
+    theirs: type = torch.amp.GradScaler
+    amp = _like(theirs, (GradScaler,), chosen)  # the others derive from it, as torch's
+    found.append((theirs, amp))
+    for device, old in (
+        ("cuda", torch.cuda.amp.GradScaler),
+        ("cpu", torch.cpu.amp.grad_scaler.GradScaler),
+    ):
+        found.append((old, _like(old, (amp,), chosen, device)))
+    if torch.distributed.is_available():
+        # Imported now, so that modules that import it later find it replaced.
+        from torch.distributed.fsdp import sharded_grad_scaler  # noqa: PLC0415
+
+        sharded = sharded_grad_scaler.ShardedGradScaler
+        found.append((sharded, _like(sharded, (_Sharded, amp), chosen)))
+    return found
+
+
+def _like(
+    theirs: type,
+    bases: tuple[type[GradScaler], ...],
+    chosen: Installation,
+    device: str | None = None,
+) -> type[GradScaler]:
+    """Create a subclass that takes the arguments of a class of torch.
+
+    `device` is set for the deprecated classes, which do not take it.
+    """
+    begin: Any = _Sharded.__init__ if _Sharded in bases else GradScaler.__init__
+    signature = inspect.signature(begin)
+
+    @wraps(begin)
+    def __init__(self: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if device is not None:
+            warnings.warn(
+                f"`torch.{device}.amp.GradScaler(args...)` is deprecated. Please use "
+                f"`torch.amp.GradScaler('{device}', args...)` instead.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            args = (device, *args)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        given |= given.pop("options", {})
+        begin(self, **chosen.arguments(given))
+        chosen.scalers.append(self)
+
+    def _configure(self: GradScaler, name: str, value: Any) -> None:
+        if chosen.policy is None:
+            GradScaler._configure(self, name, value)  # noqa: SLF001
+        elif self.is_enabled():  # an error would end a program that torch accepts
+            chosen.replaces({name: value})
+
+    names = {
+        "__init__": __init__,
+        "_configure": _configure,
+        "__doc__": GradScaler.__doc__,
+    }
+    made = type(theirs.__name__, bases, names)
+    # Pickle looks a class up by these.
+    made.__module__, made.__qualname__ = theirs.__module__, theirs.__qualname__
+    return made

@@ -1,0 +1,99 @@
+"""`install`: Buoy's scaler under torch's names, with torch's arguments."""
+
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+from torch.distributed.fsdp import sharded_grad_scaler
+
+from buoy.integrations.install import install
+from buoy.torch import GradScaler
+
+TORCHS = torch.amp.GradScaler
+SHARDED = sharded_grad_scaler.ShardedGradScaler
+
+
+def test_the_policy_and_the_options_are_those_given():
+    """The library's own numbers belong to torch's rule."""
+    with install(policy="headroom", device="cpu") as installed:
+        scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=7)
+    assert isinstance(scaler, GradScaler)
+    assert type(scaler.policy).__name__ == "Headroom"
+    assert scaler._device == "cpu"
+    assert installed.scalers == [scaler]
+
+
+def test_without_a_policy_the_librarys_numbers_count():
+    """Unless they are given as options."""
+    with install(backoff_factor=0.25):
+        scaler = torch.amp.GradScaler("cpu", 8.0, growth_interval=7)
+    assert scaler.get_scale() == 8.0
+    assert scaler.get_growth_interval() == 7
+    assert scaler.get_backoff_factor() == 0.25
+
+
+def test_a_disabled_scaler_stays_disabled():
+    """A library makes one for bf16, so that its loop need not ask."""
+    with install(policy="headroom"):
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert not scaler.is_enabled()
+    assert scaler.scale(torch.ones(())) == 1.0
+
+
+def test_undo_restores_every_name_also_those_imported_since(monkeypatch):
+    """A module that was imported in between holds torch's own again."""
+    installed = install()
+    late = types.ModuleType("late")
+    late.Scaler = torch.amp.GradScaler
+    monkeypatch.setitem(sys.modules, "late", late)
+    installed.undo()
+    installed.undo()
+    assert late.Scaler is torch.amp.GradScaler is TORCHS
+    assert sharded_grad_scaler.ShardedGradScaler is SHARDED
+
+
+def test_installations_nest():
+    """The inner one counts, and leaves the outer one as it was."""
+    with install(growth_interval=1):
+        outer = torch.amp.GradScaler
+        with install(growth_interval=2):
+            inner = torch.amp.GradScaler("cpu")
+        assert torch.amp.GradScaler is outer
+        assert outer("cpu").get_growth_interval() == 1
+    assert inner.get_growth_interval() == 2
+    assert torch.amp.GradScaler is TORCHS
+
+
+def test_several_scalers_are_recorded_in_files_of_their_own(tmp_path):
+    """The second and later ones have a number in their names."""
+    with install(trace=tmp_path / "run.buoy") as installed:
+        for _ in range(2):
+            torch.amp.GradScaler("cpu")
+    installed.close()
+    assert [path.name for path in installed.traces] == ["run.buoy", "run-2.buoy"]
+
+
+def test_the_deprecated_class_warns_as_torchs_does():
+    """Which has no `device`."""
+    with install(), pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler\('cpu'"):
+        scaler = torch.cpu.amp.GradScaler(16.0)
+    assert scaler.get_scale() == 16.0
+
+
+def test_a_scaler_can_be_pickled_while_installed():
+    """Its class is found by torch's name."""
+    with install():
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        copied = pickle.loads(pickle.dumps(scaler))  # noqa: S301 - our own
+    assert copied.get_scale() == 8.0
+
+
+def test_the_sharded_scaler_is_installed_with_its_order_of_arguments():
+    """The third is `backoff_factor`."""
+    with install():
+        scaler = sharded_grad_scaler.ShardedGradScaler("cpu", 8.0, 0.25, 4.0)
+        assert isinstance(scaler, torch.amp.GradScaler)
+    assert isinstance(scaler, GradScaler)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 4.0)
