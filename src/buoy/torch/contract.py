@@ -25,7 +25,7 @@ from buoy.torch.names import Names
 from buoy.torch.options import Options, check_factor, check_new_scale
 from buoy.torch.outcome import LastStep
 from buoy.torch.policy_state import Evidence
-from buoy.torch.scale import Scale
+from buoy.torch.scale import Now, Scale
 from buoy.torch.step_log import Ended, StepLog
 from buoy.torch.survey import Surveyor
 
@@ -68,9 +68,10 @@ class TorchContract(TorchGradScaler):
         if torch.compiler.is_compiling():
             return compiled().scale(self, outputs)
         self._note_loss(outputs)
-        scale = self._rule.now().tensor
-        if scale.device != outputs.device:
-            scale = scale.to(device=outputs.device, non_blocking=True)
+        now = self._rule.now()
+        scale, target = now.tensor, outputs.device
+        if now.device != target:
+            scale = scale.to(device=target, non_blocking=True)
         scaled = outputs * scale
         for hook in self._hooks.loss_scaled:
             hook(outputs, scaled)
@@ -191,7 +192,7 @@ class TorchContract(TorchGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Check and multiply the gradients; return a flag per device."""
-        work = self._per_optimizer_states.get(id(optimizer), Work())
+        work = self._per_optimizer_states.get(id(optimizer)) or Work()
         work.optimizer, rule = optimizer, self._rule
         with backend.NoGrad():
             gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
@@ -244,7 +245,7 @@ class TorchContract(TorchGradScaler):
             if not work["found_inf_per_device"]:
                 raise self._no_gradients(work)
             result = self._maybe_opt_step(optimizer, work, *args, **kwargs)
-        self._conclude_step(work, now.copy)
+        self._conclude_step(work, now)
         return result
 
     def _unscale_in_step(self, work: Work) -> None:
@@ -299,17 +300,16 @@ class TorchContract(TorchGradScaler):
     def _no_gradients(self, work: Work) -> Exception:
         """Log a step that cannot be taken; return the error that names the cause."""
         stage = work["stage"]
-        self._conclude_step(work, self._rule.now().copy).judged(Verdict.NO_GRADS)
+        self._conclude_step(work, self._rule.now()).judged(Verdict.NO_GRADS)
         work["stage"], work.outcome = stage, None
         hints: Any = self._hooks.by_key["hints"]
         return errors.no_gradients(hints.why_no_gradients(work.optimizer))
 
-    def _conclude_step(self, work: Work, scale: float | torch.Tensor) -> LastStep:
+    def _conclude_step(self, work: Work, now: Now) -> LastStep:
         """Log the outcome of a step and call the hooks."""
         work["stage"], work.freshness = OptState.STEPPED, None
-        home: Any = self._rule.tensor
-        found = combined(work["found_inf_per_device"], home.device)
-        outcome = self._log.add(work, found, scale, self._iteration.losses)
+        found = combined(work["found_inf_per_device"], now.device)
+        outcome = self._log.add(work, found, now.copy, self._iteration.losses)
         if work.finite is False:
             for hook in self._hooks.skipped:
                 hook(work)
@@ -343,7 +343,7 @@ class TorchContract(TorchGradScaler):
         now = rule.now()
         before, evidence = now.copy, None
         if new_scale is None:
-            evidence = evidence_of(works, now.tensor.device)
+            evidence = evidence_of(works, now.device)
             if evidence is None and not idle:
                 raise errors.nothing_recorded()
         else:
@@ -361,7 +361,7 @@ class TorchContract(TorchGradScaler):
     ) -> None:
         """Report the update to the log, the features and the gates."""
         now, log, step = self._rule.now(), self._log, self._rule.turn - 1
-        scales, home = (before, now.copy), now.tensor.device
+        scales, home = (before, now.copy), now.device
         try:
             log.conclude(Ended(works, evidence, self._iteration, step, scales, home))
         finally:

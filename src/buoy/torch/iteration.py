@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,6 @@ class Work(dict[str, Any]):
 
     optimizer: Any = None
     gathered: Gathered | None = None  # the gradients that were inspected
-    held: Sequence[Any] = ()  # the `.grad` of each, kept alive
     first: tuple[Any, int] | None = None  # `first_gradient`, once unscaled
     survey: Survey | None = None
     multiplier: torch.Tensor | None = None  # unscales and clips; not applied yet
@@ -81,11 +80,12 @@ class Work(dict[str, Any]):
 
         Gradients of a step are other ones once they were cleared.
         """
-        if self.held:
+        if self.gathered is not None:
             return False
         mine = {id(param.grad) for param in parameters_of(self.optimizer)}
         return any(
-            not mine.isdisjoint(map(id, other.held))
+            other.gathered is not None
+            and not mine.isdisjoint(map(id, other.gathered.held))
             and (other.outcome is None or other.outcome.has_unscaled())
             for other in works
         )
@@ -137,6 +137,7 @@ class Freshness:
             for param in params
             if param.requires_grad and param.is_leaf
         ]
+        weakref.finalize(self, _remove, self._handles).atexit = False
         if dist.is_available() and dist.is_initialized():
             # Sharded gradients are assigned without calling hooks.
             self._grads = [(p, id(p.grad)) for p in params if p.grad is not None]
@@ -148,9 +149,10 @@ class Freshness:
         known = self._params
         return known is not None and not same_parameters(self._optimizer, known)
 
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _notice(freshness: "weakref.ref[Freshness]", _: torch.Tensor) -> None:
@@ -185,9 +187,10 @@ def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
 
     Not their sum: torch's fused kernels skip only where the flag is exactly 1.
     """
-    if len(flags) == 1 and home in flags:
-        flag = flags[home]
-        return flag.reshape(()) if flag.dim() else flag  # others use a shape of [1]
+    if len(flags) == 1:
+        [(device, flag)] = flags.items()
+        if device == home:
+            return flag.reshape(()) if flag.dim() else flag  # others use a shape of [1]
     found = [flag.to(home, non_blocking=True).reshape(()) for flag in flags.values()]
     if not found:
         return None

@@ -34,6 +34,7 @@ class Now(NamedTuple):
     """The current scale; rebuilt only when it has changed."""
 
     tensor: torch.Tensor  # float32 []: losses are multiplied by it
+    device: torch.device
     value: float | None  # None: only the device has it
     inverse: torch.Tensor  # float32 []: 1 / scale
     safe: bool  # at least 1: dividing by it cannot overflow
@@ -149,7 +150,8 @@ class Scale:
         self._count, self._seen = count, tracker
         safe = value is not None and value >= 1.0
         copy = tensor.detach().clone() if value is None else value
-        self._now = Now(tensor, value, backend.reciprocal(tensor), safe, copy)
+        inverse = backend.reciprocal(tensor)
+        self._now = Now(tensor, tensor.device, value, inverse, safe, copy)
         return self._now
 
     def count_from(self, turn: int) -> None:
@@ -197,7 +199,7 @@ class Scale:
         self.foreseen = True
         if self.run is not None:
             now = self.now()
-            self.run.foresee(loss, now.tensor.device, half=self.half)
+            self.run.foresee(loss, now.device, half=self.half)
             self._write()
 
     def move(self, evidence: Evidence | None) -> None:

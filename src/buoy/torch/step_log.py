@@ -242,6 +242,8 @@ def _largest_loss(ended: Ended) -> Number:
 
 def _sizes(works: list[Work]) -> tuple[Number | None, Number | None]:
     """Combine several optimizers' norms (unscaled) and largest gradients (scaled)."""
+    if len(works) == 1:
+        return works[0].norm, works[0].amax
     norms = [work.norm for work in works if work.norm is not None]
     sizes = [work.amax for work in works if work.amax is not None]
     norm = norms[0] if norms else None

@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,8 +42,6 @@ from buoy.torch.scale import Scale
 
 __all__ = ["Surveyor"]
 
-_GRAD = attrgetter("grad")
-
 
 @dataclass
 class Surveyor:
@@ -65,8 +62,7 @@ class Surveyor:
         for hook in self.hooks.before_look:
             hook(work)
         gathered = work.gathered = gather(work.optimizer)
-        work.held = list(map(_GRAD, gathered.params))
-        if len(set(map(id, work.held))) < len(work.held):
+        if len(set(map(id, gathered.held))) < len(gathered.held):
             raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
         work.freshness = Freshness(work.optimizer, gathered)
         if not gathered.plain and gathered.half:
@@ -138,7 +134,7 @@ class Surveyor:
     ) -> Agreed:
         """Replace this rank's findings by those of all ranks."""
         now, tracker = self.rule.now(), self.rule.tracker
-        home = now.tensor.device
+        home = now.device
         flag = combined(flags, home)
         zero = torch.zeros((), dtype=torch.float32, device=home)
         found = work.measured
@@ -184,7 +180,7 @@ class Surveyor:
 
     def _largest_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """Return the largest |loss| of all ranks; ranks without a loss join, too."""
-        home = self.rule.now().tensor.device
+        home = self.rule.now().device
         own = torch.full((), -1.0, dtype=torch.float32, device=home)
         if loss is not None:
             own = loss.detach().float().abs().to(home, non_blocking=True)
@@ -221,7 +217,7 @@ class Surveyor:
             return
         self.inspect(work, now.inverse, order)
         survey: Any = work.survey
-        flags = {now.tensor.device: survey.found} if gathered.grads else {}
+        flags = {now.device: survey.found} if gathered.grads else {}
         norm, work["found_inf_per_device"] = survey.norm, flags
         if self.agreement.active:
             shared = self._shared_norm(work.optimizer, gathered, survey, order)
@@ -239,7 +235,7 @@ class Surveyor:
     def _remeasure_norm(self, work: Work, order: float) -> torch.Tensor | None:
         """Compute another norm of gradients that were inspected before."""
         gathered = work.gathered = gather_summed(work.optimizer)
-        one = torch.ones((), dtype=torch.float32, device=self.rule.now().tensor.device)
+        one = torch.ones((), dtype=torch.float32, device=self.rule.now().device)
         survey = take_survey(magnitudes(gathered, order), one, order=order)
         if not self.agreement.active:
             return survey.norm
@@ -309,7 +305,7 @@ class Surveyor:
     def unscaled_norm(self, work: Work, order: float) -> torch.Tensor:
         """Return the norm of gradients that are already unscaled."""
         norm = self._remeasure_norm(work, order)
-        home = self.rule.now().tensor.device
+        home = self.rule.now().device
         none = torch.zeros((), dtype=torch.float32, device=home)
         return none if norm is None else backend.narrowed(norm)
 
@@ -318,7 +314,7 @@ class Surveyor:
         work.first = work.first_gradient()
         if self.agreement.active:
             return  # the ranks have not combined their findings yet
-        found = combined(work["found_inf_per_device"], self.rule.now().tensor.device)
+        found = combined(work["found_inf_per_device"], self.rule.now().device)
         if found is not None and backend.host_value(found):
             gathered = work.gathered = gather(work.optimizer)
             work.survey = take_survey(gathered, torch.ones_like(found), order=2.0)
@@ -334,7 +330,7 @@ class Surveyor:
 
     def _veto(self, work: Work) -> None:
         """Skip a finite step that the policy would not apply."""
-        run, home = self.rule.run, self.rule.now().tensor.device
+        run, home = self.rule.run, self.rule.now().device
         found = combined(work["found_inf_per_device"], home)
         if found is None or run is None:
             return

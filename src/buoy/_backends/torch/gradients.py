@@ -50,6 +50,7 @@ class Gathered(NamedTuple):
     """
 
     params: list[torch.Tensor]
+    held: list[torch.Tensor]  # the `.grad` of each, as it is
     grads: list[torch.Tensor]
     buckets: list[Bucket]
     plain: bool = False  # dense float32, all on one device
@@ -100,7 +101,7 @@ def _groups_of(optimizer: Any) -> Any:
 def gather(optimizer: Any) -> Gathered:
     """Collect the gradients of all parameter groups, sorted by device and dtype."""
     params: list[Any] = []
-    grads: list[Any] = []
+    held: list[Any] = []
     plain, on_cpu, home = True, True, None
     for group in _groups_of(optimizer):
         for param in group["params"]:
@@ -116,11 +117,14 @@ def gather(optimizer: Any) -> Gathered:
             ):
                 plain = False
             params.append(param)
-            grads.append(grad)
+            held.append(grad)
+    grads = held
     if _DISTRIBUTED and dist.is_initialized():
-        grads = [_local_part(param) for param in params]
+        grads = [_local_part(param) for param in params]  # replaces partial gradients
+        held = [param.grad for param in params]
     if plain and home is not None:
-        return Gathered(params, grads, [Bucket(home, _FLOAT, grads)], plain=True)
+        return Gathered(params, held, grads, [Bucket(home, _FLOAT, grads)], plain=True)
+    grads = list(grads)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad.dtype not in _DENSE_TYPES or grad.layout is not _STRIDED:
             grads[i] = _real_and_dense(param, grad)
@@ -149,13 +153,12 @@ def _real_and_dense(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def _sorted(params: list[torch.Tensor], grads: list[torch.Tensor]) -> Gathered:
+def _sorted(params: list[Any], grads: list[torch.Tensor]) -> Gathered:
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-    return Gathered(
-        params, grads, [Bucket(*kind, some) for kind, some in kinds.items()]
-    )
+    buckets = [Bucket(*kind, some) for kind, some in kinds.items()]
+    return Gathered(params, [param.grad for param in params], grads, buckets)
 
 
 def gather_summed(optimizer: Any) -> Gathered:
@@ -380,14 +383,10 @@ def check_and_multiply_(
 
 
 def multiply_(gathered: Gathered, factor: torch.Tensor) -> None:
-    """Multiply every gradient in place.
-
-    If a float64 factor is below float32's range, others are multiplied by its root.
-    """
-    wide = factor.dtype is torch.float64
+    """Multiply every gradient in place; by the root of a float64 factor, twice."""
     for device, dtype, grads in gathered.buckets:
         times = factor.to(device, non_blocking=True)
-        if wide and dtype is not torch.float64:
+        if factor.dtype is torch.float64 is not dtype:  # may be below float32's range
             times = times.sqrt().float()
             backend.multiply_(grads, times)
         backend.multiply_(grads, times)

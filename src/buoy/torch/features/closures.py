@@ -140,7 +140,7 @@ class _Evaluation:
         if work["stage"] is OptState.READY:
             scaler.unscale_(work.optimizer)
         scaler._surveyor.settle(work)
-        home = scaler._rule.now().tensor.device
+        home = scaler._rule.now().device
         found = combined(work["found_inf_per_device"], home)
         if found is None:
             return False
@@ -154,7 +154,7 @@ class _Evaluation:
         """Log one step: the last evaluation, with the largest of all measurements."""
         scaler, work, now = self.scaler, self.work, self.scaler._rule.now()
         if len(self._sizes) > 1:
-            home = now.tensor.device
+            home = now.device
             for name in work.measured:
                 numbers = [backend.scalar(one[name], home) for one, _ in self._sizes]
                 work.measured[name] = torch.stack(numbers).max()
@@ -163,7 +163,7 @@ class _Evaluation:
         joint = scaler._hooks.find("joint")
         if joint is not None:
             joint.adopt(scaler, work, snapshot)
-        outcome = scaler._conclude_step(work, now.copy)
+        outcome = scaler._conclude_step(work, now)
         if not work.finite:
             _ = outcome.norm, outcome.offenders  # read before `.grad` is cleared
             for param in parameters_of(work.optimizer):

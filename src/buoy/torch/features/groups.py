@@ -281,5 +281,5 @@ def _works(scaler: Any) -> list[Work]:
 
 def _learns(scaler: Any) -> bool:
     """Return whether there are findings for the policy."""
-    home = scaler._rule.now().tensor.device
+    home = scaler._rule.now().device
     return evidence_of(_works(scaler), home) is not None

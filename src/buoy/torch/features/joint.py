@@ -101,7 +101,7 @@ def _refuse_scaled(scaler: Any, work: Work, origins: Origins) -> None:
 def _unscale_part(member: Any, total: Work) -> None:
     """Check and unscale one scale group's gradients; combine the flags."""
     work = member._work(total.optimizer, "backward")
-    home, earlier = member._rule.now().tensor.device, work["found_inf_per_device"]
+    home, earlier = member._rule.now().device, work["found_inf_per_device"]
     member._unscale(work)
     member._surveyor.settle(work)
     found: Flags = work["found_inf_per_device"]
@@ -190,7 +190,7 @@ class Joint(Extension):
 
     def adopt(self, scaler: Any, work: Work, snapshot: OptimizerSnapshot) -> None:
         """Add a step; skip it if an earlier one failed."""
-        home = scaler._rule.now().tensor.device
+        home = scaler._rule.now().device
         own = combined(work["found_inf_per_device"], home)
         if own is not None:
             if self.taken:

@@ -205,7 +205,7 @@ class _Batch(Extension):
             and not self._adds_to_others()
         )
         one = next(iter(missed.values()))
-        objects = backend.scalar(float(not curable), one._rule.now().tensor.device)
+        objects = backend.scalar(float(not curable), one._rule.now().device)
         if any(backend.read([one._agreement.largest(objects, "again")])):
             return False  # all ranks run again, or none
         if len(missed) < len(self.steps):
