@@ -1,8 +1,8 @@
 """Buoy keeps half-precision gradients afloat.
 
 Dynamic loss scaling for mixed-precision training: one pure core here, and front ends
-in `buoy.torch`, `buoy.jax` and `buoy.keras`.  Importing this imports no framework, and
-of Buoy itself only what is used.
+in `buoy.torch`, `buoy.jax`, `buoy.keras` and `buoy.tensorflow`.  Importing this imports
+no framework, and only the parts of Buoy that are used.
 """
 
 from importlib import import_module

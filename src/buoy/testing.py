@@ -1,4 +1,4 @@
-"""The contract suite: what every policy must hold, ours and anybody's.
+"""The contract suite: what every policy must satisfy, built-in or not.
 
     from buoy.testing import check_policy
     check_policy(MyPolicy(patience=3))
@@ -35,10 +35,10 @@ class ContractError(BuoyError, AssertionError):
 def check_policy(
     policy: Any, *, backends: Iterable[str] | None = None, examples: int = 60
 ) -> None:
-    """Raise `ContractError` unless the policy holds every clause of the contract.
+    """Raise `ContractError` unless the policy satisfies every clause of the contract.
 
-    `backends` are those to compare with plain numbers: of "numpy", "torch" and "jax",
-    by default all that are installed.  `examples` is how many histories are tried.
+    `backends` are compared with plain numbers: some of "numpy", "torch" and "jax", by
+    default all that are installed.  `examples` is the number of histories tried.
 
     Example:
         >>> import buoy
@@ -310,7 +310,7 @@ Opaque.__buoy_ops__ = _OPAQUE  # type: ignore[attr-defined]
 
 
 def opaque_ops() -> Ops:
-    """Give the five functions on `Opaque` numbers."""
+    """Return the five functions on `Opaque` numbers."""
     return _OPAQUE
 
 

@@ -34,18 +34,18 @@ def first_nonfinite(
     rng: RngState | None = None,
     measure: bool = True,
 ) -> Culprit | None:
-    """Find what in a step was not finite first; None if all of it is.
+    """Find the first result of a step that is not finite; None if all are.
 
     Args:
-        model: whose modules are to be watched.
-        step_fn: the forward and backward pass of the batch, as in training; it may
-            also just return the loss.  It is stopped before it unscales or steps.
-        scale: what to multiply the loss by instead of the scaler's present scale.
-        rng: the random numbers to start from (see `buoy.diagnose.rng_state`), for
-            dropout as it was.
-        measure: whether to run it again, in FP32, to measure by how much, and with
-            what would be advised, to see whether it helps; not among several ranks,
-            where all have to call this and some find nothing.
+        model: the model that contains the modules.
+        step_fn: the forward and backward pass of the batch, as in training; or a
+            function that returns the loss.  It is stopped before it unscales or steps.
+        scale: multiplies the loss, instead of the scaler's current scale.
+        rng: the state of the random generators to start from (see
+            `buoy.diagnose.rng_state`), to repeat dropout.
+        measure: whether to run it again, in FP32 to measure by how much it overflows,
+            and with the advised change to see whether that helps; not with several
+            ranks, where all must call this and some find nothing.
 
     Raises `OptionError` if `step_fn` runs no module of the model, or no backward pass:
     nothing was inspected, and None would be wrong.

@@ -13,13 +13,12 @@ Cure = Literal["", "module", "model", "scale", "nothing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """The first thing in a step that was not finite, though what it was made of was.
+    """The first result of a step that was not finite although its inputs were.
 
     `part` is "module" for a module's own computation, "between" for code of a module
     that runs between the modules it holds, "loss" for what follows the model, and
     "input" for a batch that was not finite to begin with.  Sizes are the largest
-    finite magnitudes; `needed` is how large the result is in FP32, where that could be
-    measured.
+    finite magnitudes; `needed` is the size of the result in FP32, if it was measured.
 
     `cured_by` is what was tried and made the step finite: "module" for this module in
     FP32, "model" for all of the model in FP32, "scale" for a lower scale, "nothing" if
@@ -52,7 +51,7 @@ class Culprit:
 
     @property
     def headroom(self) -> float | None:
-        """Bits from what is needed to FP16's largest number; below 0, how many over."""
+        """Bits between `needed` and FP16's largest number; negative if above it."""
         if self.needed is None or not 0.0 < self.needed < math.inf:
             return None
         return math.log2(FP16_MAX / self.needed)

@@ -25,7 +25,7 @@ _NEAR, _RARE = 5, 1e-4  # binades above _TINY that are empty where nothing is lo
 
 
 def estimate_underflow(seen: Counts) -> Share:
-    """Estimate what FP16 lost of a gradient from the histogram of the rest.
+    """Estimate the share of a gradient that underflowed, from its histogram.
 
     Within one percentage point for log-normal gradients; docs/diagnose.md says when it
     is not.
@@ -49,7 +49,7 @@ def estimate_underflow(seen: Counts) -> Share:
 
 
 def estimate_run(run: Recording) -> Underflow | None:
-    """Estimate what FP16 lost at a recorded run's last histograms; None without any.
+    """Estimate the underflow of a recorded run from its last histograms, or None.
 
     Example:
         >>> from buoy.trace import Shot

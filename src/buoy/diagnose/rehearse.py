@@ -181,7 +181,7 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
 
 
 def rng_state() -> RngState:
-    """Take down the state of every source of random numbers that is in use.
+    """Return the state of every random generator in use.
 
     Example:
         >>> before = rng_state()

@@ -27,7 +27,7 @@ _KEYS = 624  # words in the state of a Mersenne twister
 
 @dataclass(frozen=True, slots=True)
 class SavedBatch:
-    """What `load_batch` gives back.
+    """The result of `load_batch`.
 
     Example:
         >>> SavedBatch((1.0,), {}, None, step=3).batch
@@ -48,7 +48,7 @@ def save_batch(
     culprit: Culprit | None = None,
     step: int | None = None,
 ) -> None:
-    """Write a batch to a file, making its folder.
+    """Write a batch to a file; create its folder.
 
     Raises `OptionError` if the batch could not be loaded again.
 
@@ -84,7 +84,7 @@ def save_batch(
 
 
 def load_batch(path: str | Path) -> SavedBatch:
-    """Read a batch that was saved, to run it again.
+    """Read a saved batch, to run it again.
 
     Example:
         >>> import tempfile

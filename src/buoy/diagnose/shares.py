@@ -7,7 +7,7 @@ __all__ = ["Share", "Underflow", "summed"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many gradient values there are, and which share of them is lost.
+    """The number of gradient values, and the shares that are lost.
 
     Shares are of the values that are not zero by nature.
 
@@ -23,11 +23,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Underflow:
-    """What share of the gradient values is lost at a scale, and where.
+    """The share of gradient values that is lost at a scale, and where.
 
     `zero` became 0 and `subnormal` lost digits, of the parameters' gradient values that
     are not 0 by nature.  `parameters` and `activations` (of the gradients that arrive
-    at each module's output, if asked for) map names to `Share`.
+    at each module's output, if requested) map names to `Share`.
 
     Example:
         >>> print(Underflow(1.0, 0.25, 0.5, {"weight": Share(4, 0.25, 0.5)}))
@@ -42,7 +42,7 @@ class Underflow:
     activations: dict[str, Share] = field(default_factory=dict)
 
     def worst(self, most: int = 5) -> list[tuple[str, Share]]:
-        """Name the parameters that lose most, worst first."""
+        """Return the names of the parameters that lose most, worst first."""
         ranked = sorted(
             self.parameters.items(),
             key=lambda item: (-item[1].zero, -item[1].subnormal),

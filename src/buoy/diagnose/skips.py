@@ -19,20 +19,20 @@ log = logging.getLogger("buoy.diagnose")
 
 
 class ExplainSkips:
-    """Run steps, and re-run a batch whose step was skipped to see what overflowed.
+    """Re-run the batch of a skipped step, to find what overflowed.
 
-    `run` does nothing but call the function it is given, and remember it.  When
+    `run` only calls the function that it is given, and remembers it.  When
     `update` finds that the step was skipped, that batch runs again under hooks,
     with the random numbers it had and at the scale it had; what was found is logged
     (logger `buoy.diagnose`), kept in `culprits`, and saved with the batch if `folder`
-    is given.  Training continues unchanged: an error in the
-    second run or in saving is logged, and training does not see it.
+    is given.  Training continues unchanged: an error in the second run or in saving is
+    logged, not raised.
 
     Args:
         scaler: a `buoy.torch.GradScaler`.
-        model: whose modules are to be named.
-        limit: how many skips to look at; the first ones tell most.
-        folder: where to save the batches that were skipped; None to save none.
+        model: the model that contains the modules.
+        limit: how many skips to explain; the first are the most useful.
+        folder: where to save the skipped batches; None saves none.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

@@ -17,7 +17,7 @@ class UnknownOperatorError(BuoyError, LookupError):
 
 
 class StepInsideError(BuoyError, RuntimeError):
-    """An optimizer stepped where everything is rounded."""
+    """An optimizer stepped inside `emulate`, where everything is rounded."""
 
     def __init__(self, optimizer: object, number_format: str) -> None:
         message = (

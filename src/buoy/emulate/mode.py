@@ -32,17 +32,17 @@ _tokens = count(1)  # a mark is of one entry into one context, and void after it
 
 
 class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - as autocast
-    """Compute as if every operator's result were of a narrow format.
+    """Compute as if every operator returned a narrow format.
 
-    Weights and data stay float32; inside, what an operator takes and what it gives are
-    rounded to the format's grid, forward and backward.
+    Weights and data stay float32; inside, inputs and outputs of operators are rounded
+    to the format's grid, forward and backward.
 
     Args:
         number: "fp16", "bf16", "fp8_e4m3fn", "fp8_e4m3" or "fp8_e5m2"; "fp32" rounds
             nothing.
         keep: operators that stay in FP32 with their backward passes, by name:
             `buoy.emulate.AUTOCAST` for what torch.autocast keeps, `LOSSES`, or your
-            own.  What is computed from theirs stays FP32 too, up to the next matrix
+            own.  What is computed from their results stays FP32, up to the next matrix
             product, as under torch.autocast.
 
     Example:
@@ -231,7 +231,7 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
 def fp32() -> Iterator[None]:
     """Compute in FP32 again, forward and backward, inside of `emulate`.
 
-    Does nothing where nothing is emulated, so that models may hold it.
+    Does nothing outside of `emulate`, so that models may contain it.
 
     Example:
         >>> with emulate("fp16"):

@@ -79,7 +79,7 @@ class Facts:
 
 
 def sum_up(recording: Recording) -> Facts:
-    """Sum a run up.
+    """Compute the figures of a run.
 
     Example:
         >>> from buoy.trace import Recording, Row

@@ -37,14 +37,14 @@ def write(
     intro: str = "",
     policies: Policies = (),
 ) -> Path:
-    """Write a page about one run or several to `out`; return where it is.
+    """Write a page about one run or several to `out`; return its path.
 
     Args:
-        runs: files, or `Run`s with labels and more curves of their own.
-        out: the file; it is replaced whole or not at all.
-        title: what stands at the top; the runs' names if not given.
-        intro: some sentences below it.
-        policies: what to replay over each run; headroom, torch and megatron if none.
+        runs: files, or `Run`s with labels and more curves.
+        out: the file; it is replaced completely or not at all.
+        title: the title of the page; the runs' names by default.
+        intro: sentences below the title.
+        policies: replayed over each run; headroom, torch and megatron by default.
 
     Example:
         >>> import tempfile, buoy.report, buoy.trace
@@ -67,7 +67,7 @@ def html(
     intro: str = "",
     policies: Policies = (),
 ) -> str:
-    """Give the page of `write` as text."""
+    """Return the page of `write` as text."""
     if not runs:
         raise TraceError("A report needs at least one run.")
     known = [run if isinstance(run, Run) else Run(run) for run in runs]

@@ -19,10 +19,10 @@ class Run:
     """One run on a page.
 
     Args:
-        trace: the file it was recorded in, or what `buoy.trace.load` gave.
-        label: what to call it; its own name if not given.
+        trace: the recorded file, or the result of `buoy.trace.load`.
+        label: its name on the page; the run's own name by default.
         series: more curves, by name: a number per recorded step, or numbers by step.
-        facts: more figures for the comparison of several runs, as they shall appear.
+        facts: more figures for the comparison of several runs, as text.
         note: a sentence under the run's name.
 
     Example:
@@ -50,7 +50,7 @@ class Run:
         return sum_up(self.recording)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Give the steps and values of one of the further curves."""
+        """Return the steps and values of one of the further curves."""
         values = self.series[name]
         if isinstance(values, Mapping):
             return list(values), [float(value) for value in values.values()]

@@ -1,8 +1,8 @@
-"""Traces: the recorded history of a run, or an invented one.
+"""Traces: the recorded history of a run, or a synthetic one.
 
 `Recorder` writes a run as it happens and `load` reads it back; `read` gives a `Trace`
 that `buoy.replay` and `buoy.tune` take, from a recorded run or from the files that
-`write` writes; `synthetic` invents one.  Standard library only.
+`write` writes; `synthetic` generates one.  Standard library only.
 """
 
 from importlib import import_module

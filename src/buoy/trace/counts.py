@@ -26,11 +26,11 @@ _WORD = "I" if array("I").itemsize == 4 else "L"  # four bytes
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many of one tensor's scaled gradients lie in each binade.
+    """The number of one tensor's scaled gradients in each binade.
 
     `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Large tensors
-    are sampled: `size` is how many elements the tensor has, `looked_at` how many were
-    counted.
+    are sampled: `size` is the number of elements of the tensor, `looked_at` the number
+    that was counted.
 
     Example:
         >>> seen = Counts(low=-25, counts=(1, 2, 3), zeros=4, size=10)
@@ -49,7 +49,7 @@ class Counts:
     def of_exponents(
         cls, bins: Sequence[float], size: int, kind: Kind = "weight"
     ) -> "Counts":
-        """Make them of the 256 counts of float32's exponent field.
+        """Create them from the 256 counts of float32's exponent field.
 
         Example:
             >>> bins = [0] * 256
@@ -68,7 +68,7 @@ class Counts:
 
     @property
     def looked_at(self) -> int:
-        """How many elements were counted."""
+        """The number of elements that were counted."""
         return self.zeros + self.nonfinite + sum(self.counts)
 
     @property
@@ -77,9 +77,9 @@ class Counts:
         return self.zeros / self.looked_at if self.looked_at else 0.0
 
     def below(self, log2: float) -> float:
-        """Which share of all elements is not zero but smaller than 2^log2.
+        """The share of all elements that is not zero but smaller than 2^log2.
 
-        Exact for whole numbers; inside a binade taken to be spread evenly in log2.
+        Exact for whole numbers; within a binade, assumed to be uniform in log2.
         """
         if not self.looked_at:
             return 0.0

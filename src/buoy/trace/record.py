@@ -28,7 +28,7 @@ EVERY = 100  # steps between two sets of histograms
 
 
 class TraceWarning(UserWarning):
-    """Something of a recording was lost; training was not."""
+    """A part of a recording was lost; training is not affected."""
 
 
 class Recorder:
@@ -39,13 +39,13 @@ class Recorder:
 
     Args:
         path: the file, one per run; an earlier run's file of that name is moved aside.
-            None records to the sinks alone.
+            None records to the sinks only.
         every: steps between two sets of histograms; 0 for none.
-        sinks: what else takes the rows (see `buoy.trace.sinks`).
-        meta: what to note about the run; what JSON cannot hold is noted as text.
+        sinks: further outputs of the rows (see `buoy.trace.sinks`).
+        meta: facts about the run; what JSON cannot hold is stored as text.
         format: the number format that gradients are computed in.
-        budget: bytes that histograms may take; older ones are thinned out.
-        queue: rows that may wait for a slow disk or sink; more are counted as lost.
+        budget: the bytes that histograms may take; older ones are thinned out.
+        queue: rows that may wait for a slow disk or sink; further rows are lost.
 
     Example:
         >>> import tempfile
@@ -83,20 +83,20 @@ class Recorder:
 
     @property
     def path(self) -> Path | None:
-        """The file; known for sure once something has been written."""
+        """The file; final once something has been written."""
         return self._writer.path
 
     @property
     def lost(self) -> int:
-        """How many rows did not fit into the queue."""
+        """The number of rows that did not fit into the queue."""
         return self._writer.lost
 
     def describe(self, **meta: Any) -> None:
-        """Note something about the run, e.g. `model="gpt"`; the last word counts."""
+        """Add facts about the run, e.g. `model="gpt"`; later values replace earlier."""
         self._writer.meta.append(meta)
 
     def due(self, step: int) -> bool:
-        """Say whether this step's histograms are wanted."""
+        """Return whether to record the histograms of this step."""
         return self.every > 0 and step % self.every == 0
 
     def step(
@@ -137,19 +137,19 @@ class Recorder:
             self._tell()
 
     def histograms(self, step: int, scale: float, tensors: Tensors) -> None:
-        """Record what each tensor's *scaled* gradients looked like at a step.
+        """Record the sizes of each tensor's *scaled* gradients at a step.
 
-        `tensors` maps names to `Counts`, or is a function that will: the writing
-        thread calls it.
+        `tensors` maps names to `Counts`, or is a function that returns such a map;
+        the writing thread calls it.
         """
         self._writer.put_snapshot((step, scale, tensors))
 
     def offenders(self, step: int, names: Sequence[str]) -> None:
-        """Name the culprits of a step that is recorded already."""
+        """Add the offenders of a step that is already recorded."""
         self._writer.offenders.append((step, tuple(names)))
 
     def attach(self, drain: Callable[[], None]) -> None:
-        """Have a front end called for what it still holds, at `flush` and `close`."""
+        """Call a front end for its pending rows, at `flush` and `close`."""
         self._drains.append(drain)
 
     def complain(self, message: str) -> None:

@@ -36,7 +36,7 @@ _VERDICTS = {verdict.value: verdict for verdict in Verdict if verdict != "applie
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """What the scaled gradients looked like at one step."""
+    """The sizes of the scaled gradients at one step."""
 
     step: int
     scale: float
@@ -45,7 +45,7 @@ class Shot:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recording:
-    """Everything that a file held at the moment it was read."""
+    """The contents of a file at the time of reading."""
 
     path: str
     meta: dict[str, Any] = field(default_factory=dict)
@@ -61,19 +61,19 @@ class Recording:
 
     @property
     def name(self) -> str:
-        """What to call the run: its own name, or its file's."""
+        """The name of the run, or of its file."""
         name = self.meta.get("name")
         return name if isinstance(name, str) and name else Path(self.path).stem
 
     @property
     def lost(self) -> int:
-        """How many rows were dropped because the disk was too slow."""
+        """The number of rows that were dropped because the disk was too slow."""
         lost = self.meta.get("lost", 0)
         return lost if type(lost) is int else 0
 
     @property
     def ended(self) -> bool:
-        """Whether the run closed its file; one that was killed has not."""
+        """Whether the run closed its file; False after a kill."""
         return "ended" in self.meta
 
     @property
@@ -92,8 +92,8 @@ def load(
 ) -> Recording:
     """Read a recorded run, or raise `TraceError`.
 
-    `after` and `shots_after` leave out the rows and the histograms up to a step: who
-    follows a run reads on from there.  `latest` and `latest_shots` limit how many are
+    `after` and `shots_after` leave out the rows and the histograms up to a step, to
+    follow a run.  `latest` and `latest_shots` limit how many are
     read, the last ones; `counted` is of all rows after that step.
 
     Example:

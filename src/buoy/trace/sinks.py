@@ -1,9 +1,9 @@
-"""Where else a run's rows may go: files, loggers, dashboards.
+"""Further outputs for a run's rows: files, loggers, dashboards.
 
     Recorder("run.buoy", sinks=[TensorBoard("logs"), JsonLines("run.jsonl")])
 
 Each package is imported for its first row, in the sink's thread; a sink
-that fails is off from then on, with one warning.  All values are of *unscaled*
+that fails is switched off, with one warning.  All values are of *unscaled*
 gradients, so the curves of a dashboard do not depend on the scale.
 """
 
@@ -24,7 +24,7 @@ _MOST = 1000  # metrics that MLflow takes at once
 
 
 def values(row: Row) -> dict[str, float]:
-    """Give what is known of a step, finite numbers only, by name.
+    """Return the finite numbers of a step, by name.
 
     Example:
         >>> values(Row(7, 0.0, 1024.0, False, norm=math.inf, loss=0.5))
@@ -55,7 +55,7 @@ def _missing(package: str, extra: str) -> MissingBackendError:
 
 
 class JsonLines:
-    """Write a JSON object per step to a file; what JSON has no number for is text.
+    """Write a JSON object per step to a file; inf and NaN are written as text.
 
     Example:
         >>> import tempfile
@@ -103,7 +103,7 @@ class JsonLines:
 
 
 class Logging:
-    """Log a line now and then, and one for every skipped step, with `logging`.
+    """Log a line every few steps, and one for every skipped step, with `logging`.
 
     Example:
         >>> Logging(every=100).write([Row(1, 0.0, 2.0, True)])  # not a hundredth
@@ -141,7 +141,7 @@ class Logging:
 class TensorBoard:
     """Write scalars under `buoy/` for TensorBoard.
 
-    Takes a folder, or a `SummaryWriter` of tensorboardX's or torch's that you have.
+    Takes a folder, or an existing `SummaryWriter` of tensorboardX or torch.
     """
 
     def __init__(self, where: Any, every: int = 10) -> None:
@@ -159,7 +159,7 @@ class TensorBoard:
                 )
 
     def close(self) -> None:
-        """Finish; a writer of yours is only flushed."""
+        """Finish; an existing writer is only flushed."""
         if self._writer is None:
             return
         self._writer.flush()
@@ -183,8 +183,8 @@ def _summary_writer() -> Any:
 class WandB:
     """Log to Weights & Biases under `buoy/`, with a step axis of its own.
 
-    Takes a run that you have, or what `wandb.init` takes.  `buoy/step` is the axis, so
-    your own calls of `wandb.log` keep theirs.
+    Takes an existing run, or the arguments of `wandb.init`.  `buoy/step` is the
+    axis; your own calls of `wandb.log` keep theirs.
     """
 
     def __init__(self, run: Any = None, every: int = 10, **init: Any) -> None:
@@ -220,7 +220,7 @@ class WandB:
 class MLflow:
     """Log metrics under `buoy/` to MLflow.
 
-    Takes the id of a run that you have; else the active one, or a new one in
+    Takes the id of an existing run; otherwise uses the active one, or a new one in
     `experiment`.
     """
 

@@ -91,7 +91,7 @@ MOST_STEPS = 10_000_000
 
 
 def synthetic(kind: str, steps: int = 10_000, seed: int = 0) -> Trace:
-    """Invent a trace: the same arguments give the same trace, everywhere.
+    """Generate a trace: the same arguments always give the same trace.
 
     Kinds: stationary; spikes of 4 to 12 binades at 1 % of the steps; step_up and
     step_down by 10 binades midway; drift_up by 10 and drift_down by 20; saw, ten teeth

@@ -19,7 +19,7 @@ VERSION = 1
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write `trace` to `path`, whole or not at all.
+    """Write `trace` to `path`, completely or not at all.
 
     Example:
         >>> import tempfile, buoy.trace

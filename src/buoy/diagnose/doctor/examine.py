@@ -81,13 +81,13 @@ def examine(
     steps: int = 50,
     force_skip: bool = False,
 ) -> Examined:
-    """Run a script for some steps under watch, unedited, and say what is wrong.
+    """Run an unedited script for some steps, and report what is wrong.
 
     Args:
-        target: the script's file, or with `module` the name that `python -m` takes.
+        target: the script's file, or with `module` a module's name, as for `python -m`.
         args: the script's own arguments.
         module: whether `target` is a module.
-        steps: after how many steps to end it.
+        steps: the number of steps after which it is ended.
         force_skip: make the tenth step of an optimizer that has a scheduler overflow,
             if none was skipped by then, to see whether the scheduler waits.
 
