@@ -1,7 +1,8 @@
 """Run one policy over a trace; return where its scale moved and which steps it lost.
 
 A policy that reads only `finite` is a finite-state machine: its states are interned and
-every transition is computed once.  Other policies run step by step.
+every transition is computed once.  `Headroom` runs as a loop that is derived from its
+rule (`compiled`), other policies step by step.
 """
 
 import math
@@ -9,13 +10,15 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.ops import PLAIN
+from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.policy import Policy
+from buoy._core.replay.compiled import compiled
 from buoy._core.replay.trace import Trace
 from buoy._core.state import Seen
 from buoy._core.step import MEASUREMENTS, SMALL_LOG2, is_applied
@@ -98,7 +101,10 @@ def walk(policy: Policy, trace: Trace) -> Walk:
         >>> list(went.runs()), list(went.skipped)
         ([(0, 1, 16.0), (1, 2, 15.0), (2, 3, 14.0)], [0, 1])
     """
-    return (_walk_blind if _is_machine(policy) else _walk_seeing)(policy, trace)
+    if _is_machine(policy):
+        return _walk_blind(policy, trace)
+    fast = _walk_compiled(policy, trace) if type(policy) is Headroom else None
+    return fast or _walk_seeing(policy, trace)
 
 
 def _is_machine(policy: Policy) -> bool:
@@ -191,6 +197,34 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
         final_scale=last.scale,
         let_through=len(skipped) if policy.applies(Seen(finite=False)) else 0,
         collapsed=gave_up,
+    )
+
+
+def _walk_compiled(policy: Headroom, trace: Trace) -> Walk | None:
+    """Return the same as `_walk_seeing`, or None if the rule is needed itself."""
+    bounds = bounds_of(policy)
+    known = trace.loss_log2 is not None
+    loop = compiled(policy, bounds, trace.zero_log2, with_loss=known)
+    starts, exponents, skipped = array("q"), array("d"), array("q")
+
+    def enter(scale: float) -> tuple[float, float]:
+        exponent = log2_of(scale)
+        return exponent, _limit(trace, exponent)
+
+    first = initial(policy)
+    values = [getattr(first, field.name) for field in fields(first)]
+    moving = starts, exponents, skipped
+    sizes, losses = trace.amax_log2, map(PLAIN.exp2, trace.loss_log2 or ())
+    last = loop(values, sizes, losses, enter, _small(trace), *moving)
+    if last is None:
+        return None
+    return Walk(
+        steps=len(trace),
+        starts=starts,
+        exponents=exponents,
+        skipped=skipped,
+        first_scale=first.scale,
+        final_scale=last,
     )
 
 
