@@ -74,6 +74,7 @@ KERAS := $(VENV)-keras
 test-keras: $(KERAS)/.ready
 	for backend in tensorflow jax torch; do echo "== Keras on $$backend" && \
 	KERAS_BACKEND=$$backend $(KERAS)/bin/pytest -q -n 2 tests/keras src/buoy/keras || exit 1; done
+	KERAS_BACKEND=torch $(KERAS)/bin/pytest -q tests/test_docs.py -k keras
 	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py
 
 $(KERAS)/.ready: pyproject.toml constraints.txt

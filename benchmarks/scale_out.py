@@ -2,7 +2,7 @@
 
 python benchmarks/scale_out.py
 
-Prints the two tables of docs/scale-out.md.  Plain Python; a minute.
+Prints the two tables of docs/guides/large-jobs.md.  Plain Python; a minute.
 
 The cost is a model: a tree all-reduce takes 2 ceil(log2 N) hops of `HOP` seconds, and
 so few bytes that only hops count.  The skips are simulated: every rank draws its own

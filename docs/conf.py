@@ -1,6 +1,24 @@
 """Sphinx builds the site from the pages beside this file: `make docs`."""
 
+from types import SimpleNamespace
+
+from sphinx.ext.autodoc.mock import mock
+
 from buoy import __version__
+
+# Keras and TensorFlow are large, and the reference needs only our docstrings.
+with mock(["keras", "tensorflow"]):
+    import keras
+    import tensorflow as tf
+
+    keras.saving = SimpleNamespace(
+        register_keras_serializable=lambda **_: lambda decorated: decorated
+    )
+    tf.autograph = SimpleNamespace(
+        experimental=SimpleNamespace(do_not_convert=lambda decorated: decorated)
+    )
+    import buoy.keras
+    import buoy.tensorflow  # noqa: F401
 
 project = "Buoy"
 author = "The Buoy authors"

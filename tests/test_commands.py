@@ -171,7 +171,7 @@ def test_the_documents_show_commands():
         "buoy report run.buoy",
         "make demo",
         "python benchmarks/disagreements.py",
-        "python docs/demo_picture.py buoy-demo.html",
+        "python tools/pictures/demo.py buoy-demo.html",
     } <= shown
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/scale-out.md are what the benchmark prints."""
+"""The tables of docs/guides/large-jobs.md are what the benchmark prints."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_the_documents_tables_are_printed(capsys, monkeypatch):
     monkeypatch.setattr(scale_out, "RANKS", [1, 10_000])
     scale_out.print_cost()
     scale_out.print_skips()
-    written = (ROOT / "docs" / "scale-out.md").read_text().splitlines()
+    written = (ROOT / "docs/guides/large-jobs.md").read_text().splitlines()
 
     for line in capsys.readouterr().out.splitlines():
         assert line in written

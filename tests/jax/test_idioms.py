@@ -74,7 +74,7 @@ class Seeing(TrainState):
 
 
 def test_a_train_state_that_sees_the_loss():
-    """As docs/jax.md shows it: the policy looks ahead, and skips do not count."""
+    """As the guide shows it: the policy looks ahead, and skips do not count."""
     params = {"w": jnp.ones((8, 1))}
     state = Seeing.create(apply_fn=None, params=params, tx=TX)
 

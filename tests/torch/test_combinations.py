@@ -1,4 +1,4 @@
-"""Every two features together: docs/combinations.md is made of what passes here.
+"""Every two features together: docs/guides/combinations.md is made of what passes here.
 
 One little training, in which some losses are infinite.  Whatever is switched on, the
 weights end where a plain FP32 loop ends that leaves those losses out, gates count what
@@ -206,8 +206,8 @@ def test_two_features_work_together(on, tmp_path):
 
 
 def test_the_table_in_the_docs_is_this_one():
-    """docs/combinations.md names every feature, and every exception with its reason."""
-    text = (Path(__file__).parents[2] / "docs" / "combinations.md").read_text()
+    """The page names every feature, and every exception with its reason."""
+    text = (Path(__file__).parents[2] / "docs/guides/combinations.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
 
     assert sorted(FEATURES) == sorted(rows)

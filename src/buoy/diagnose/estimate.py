@@ -27,8 +27,8 @@ _NEAR, _RARE = 5, 1e-4  # binades above _TINY that are empty where nothing is lo
 def estimate_underflow(seen: Counts) -> Share:
     """Estimate the share of a gradient that underflowed, from its histogram.
 
-    Within one percentage point for log-normal gradients; docs/diagnose.md says when it
-    is not.
+    Within one percentage point for log-normal gradients; docs/guides/diagnose.md says
+    when it is not.
 
     Example:
         >>> left = (400, 800, 1200, 1600, 1800, 1800, 1500, 1100, 800, 400, 200)

@@ -222,7 +222,8 @@ class TorchContract(TorchGradScaler):
         """Unscale the gradients if needed, and step if all of them are finite.
 
         With a closure, each evaluation is scaled, checked and unscaled.  The closure
-        returns the loss, or scales it and calls `backward` itself (docs/closures.md).
+        returns the loss, or scales it and calls `backward` itself; see
+        docs/guides/closures.md.
         """
         if (args or kwargs) and feature("closures").given(args, kwargs):
             return feature("closures").step(self, optimizer, args, kwargs)

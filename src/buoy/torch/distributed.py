@@ -335,5 +335,5 @@ def late_error(scale: float) -> RankMismatchError:
         f"Ranks hold different scales or counters, this one a scale of {scale:g}, or "
         "clip by gradients that differ between them. The steps since then were skipped "
         f"on every rank; nothing was applied. {_CURE} Gradients must be averaged "
-        "(DDP) or belong to a `norm_group`; see docs/scale-out.md."
+        "(DDP) or belong to a `norm_group`; see docs/guides/distributed.md."
     )

@@ -339,7 +339,7 @@ class GradScaler(TorchContract):
 
         A scale group is a scaler with its own scale.  Call `update` on this scaler
         only: it updates every scale group that stepped.  Options (`init_scale`, ...)
-        are copied from this scaler unless passed with the first call (docs/groups.md).
+        are copied from it unless passed at first (docs/guides/several-losses.md).
         """
         made: Self = feature("groups").group(self, name, options)
         return made
@@ -362,7 +362,7 @@ class GradScaler(TorchContract):
 
         `step_fn` computes the loss, scales it and calls `backward()`, and may clip.
         `run` then steps and updates, unless `step_fn` did.  Options: `modules`,
-        `retries`, `retry_on`, `generators` (docs/retry.md).
+        `retries`, `retry_on`, `generators` (docs/guides/retry.md).
         """
         result: _R = feature("rerun").run(self, step_fn, optimizers, options)
         return result
@@ -371,7 +371,7 @@ class GradScaler(TorchContract):
         """Restore the buffers of these models when their step is skipped.
 
         `update` restores the values from before the iteration's first forward pass in
-        training mode, without a host read (docs/retry.md).
+        training mode, without a host read (docs/guides/retry.md).
         """
         feature("accumulate").guard(self, models)
 
@@ -379,7 +379,7 @@ class GradScaler(TorchContract):
         """Accumulate up to `n` micro-batches; drop only those that overflow.
 
         In the `with` block, call `window.backward(loss)` once per micro-batch.  After
-        it `.grad` holds the unscaled sum: clip, step and update (docs/retry.md).
+        it `.grad` holds the unscaled sum to step with (docs/guides/accumulation.md).
         """
         return feature("accumulate").accumulate(self, n, optimizers)
 
@@ -387,7 +387,7 @@ class GradScaler(TorchContract):
         """Measure the share of gradient values that underflow at the current scale.
 
         Runs the forward and backward pass of one batch twice, as is and in FP32, and
-        compares value by value; training is not affected (docs/diagnose.md).
+        compares value by value; training is not affected (docs/guides/diagnose.md).
         """
         diagnose = import_module("buoy.diagnose.underflow")
         return diagnose.measure_underflow(self, step_fn, **options)
@@ -395,6 +395,6 @@ class GradScaler(TorchContract):
     def doctor(self) -> Any:
         """Observe training in a `with` block, and report mistakes.
 
-        Returns a `buoy.diagnose.Doctor`; print it after the block (docs/doctor.md).
+        Returns a `buoy.diagnose.Doctor`; print it afterwards (docs/guides/doctor.md).
         """
         return import_module("buoy.diagnose.doctor").Doctor()

@@ -1,6 +1,6 @@
-"""Draw docs/drift.svg: the scale of two policies while the gradients shrink.
+"""Draw docs/_static/drift.svg: the scale of two policies while the gradients shrink.
 
-    python docs/picture.py
+    python tools/pictures/drift.py
 
 The shaded area is where a scale overflows; the closer below it, the fewer gradients
 are lost to zero.
@@ -55,7 +55,7 @@ def main() -> None:
     parts.append(label(x(700), y(40), "overflow", "middle", "#c22"))
     title = "Loss scale over 4000 steps while the gradients shrink by 2^20"
     parts.append(label(LEFT, 22, title, "start"))
-    write(Path(__file__).with_name("drift.svg"), parts)
+    write(Path(__file__).parents[2] / "docs/_static/drift.svg", parts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Draw docs/cost.svg: what a clipped step costs against the size of a model.
+"""Draw docs/_static/cost.svg: what a clipped step costs against the size of a model.
 
-    python docs/cost_picture.py [--rounds N]
+    python tools/pictures/cost.py [--rounds N]
 
 Both axes are logarithmic: a cost that is linear from some size on runs parallel to the
 grey lines.  Measures in one thread, with Buoy and with torch's scaler in turns.
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from svg import HEIGHT, WIDTH, label, shape, write
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.torch_step import SIZES, TENSORS, costs  # noqa: E402
 
@@ -48,7 +48,7 @@ def main() -> None:
             for name in COLOURS
         }
         parts += panel(title, lines, left, half)
-    write(HERE / "cost.svg", parts)
+    write(ROOT / "docs/_static/cost.svg", parts)
 
 
 def panel(title: str, lines: dict[str, Points], left: float, width: float) -> list[str]:

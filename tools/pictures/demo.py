@@ -1,6 +1,6 @@
-"""Photograph the demo's report for the README: docs/demo.png.
+"""Photograph the demo's report for the README: docs/_static/demo.png.
 
-    buoy demo && python docs/demo_picture.py buoy-demo.html
+    buoy demo && python tools/pictures/demo.py buoy-demo.html
 
 Needs `chromium` and `chromedriver` on the path.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.ui import WebDriverWait
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 DRAWN = "return document.documentElement.dataset.ready"
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Open the page in a window without a screen, wait for its charts, and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
-    parser.add_argument("--out", type=Path, default=HERE / "demo.png")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/_static/demo.png")
     parser.add_argument("--height", type=int, default=1155)
     parser.add_argument("--top", type=int, default=0, help="how far to scroll down")
     chosen = parser.parse_args()

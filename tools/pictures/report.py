@@ -1,8 +1,8 @@
 """Train a small network in real FP16, report on it, and take the picture of that page.
 
-    python docs/report_picture.py [--steps N]
+    python tools/pictures/report.py [--steps N]
 
-It writes docs/report.png, and needs Chromium and its driver (`make browser`).
+It writes docs/_static/report.png, and needs Chromium and its driver (`make browser`).
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 import buoy.report
 from buoy.torch import GradScaler
 
-HERE = Path(__file__).parent
+PICTURES = Path(__file__).parents[2] / "docs/_static"
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--disable-background-networking", "--hide-scrollbars",
@@ -94,7 +94,7 @@ def main() -> None:
         train(trace, steps)
         title = "A small network in FP16"
         page = buoy.report.write([trace], Path(folder) / "report.html", title=title)
-        picture(page, HERE / "report.png")
+        picture(page, PICTURES / "report.png")
 
 
 if __name__ == "__main__":
