@@ -1,9 +1,16 @@
-"""What existing scalers make of one ten-line rule: the table in the README, printed.
+"""Print what existing scalers make of one ten-line rule.
+
+    python benchmarks/disagreements.py         # the table of docs/why/comparison.md
+    python benchmarks/disagreements.py --all   # every preset: docs/policies/presets.md
 
 Each row replays the preset that reproduces the scaler, bugs included.
 """
 
+import argparse
+import math
+
 import buoy
+from buoy._core.policies.registry import listed
 
 ROWS = {
     "torch GradScaler": ("torch", "init_scale", "growth_interval"),
@@ -28,8 +35,54 @@ def first_growth(policy: buoy.Policy) -> int:
     return next(n for n in range(1, 99) if scale_after(policy, "1" * n) > start)
 
 
+def power(scale: float) -> str:
+    """Write a scale as a power of two where it is one."""
+    if scale == 1.0:
+        return "1"
+    exponent = math.log2(scale) if scale > 0 else 0.5
+    return f"2^{exponent:.0f}" if exponent == int(exponent) else f"{scale:.3g}"
+
+
+def after_overflows(policy: buoy.Policy, count: int) -> str:
+    """Give the scale after some overflows in a row."""
+    try:
+        return power(scale_after(policy, "0" * count))
+    except buoy.ScaleCollapsedError:
+        return "gives up"
+
+
+def growth(policy: buoy.Policy) -> str:
+    """Give the clean step at which the scale first rises."""
+    state = policy.init()
+    start, seen = state.scale, buoy.Seen(finite=True, amax_log2=0.0)
+    for step in range(1, 2500):
+        state = policy.update(state, seen)
+        if state.scale > start:
+            return str(step)
+    return "at its ceiling"
+
+
+def rows() -> list[str]:
+    """List the rows of the table of all presets, in Markdown."""
+    found = []
+    for held in listed():
+        if held.source.startswith("buoy."):
+            continue
+        policy = buoy.policy(held.name)
+        moved = [after_overflows(policy, count) for count in (1, 2, 2000)]
+        cells = [f"`{held.name}`", held.source]
+        cells += [power(policy.init().scale), growth(policy)]
+        found.append(f"| {' | '.join(cells + moved)} |")
+    return found
+
+
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every preset")
+    if parser.parse_args().all:
+        print("\n".join(rows()))
+        return
     print(f"{'':26}{'first growth':>14}{'200 overflows':>16}{'clean from top':>18}")
     for label, (name, start, interval) in ROWS.items():
         usual = buoy.policy(name, **{interval: 3})

@@ -21,7 +21,7 @@ from buoy._core.ops import PLAIN
 from buoy._core.step import MEASUREMENTS
 
 LIMIT, GONE, SMALL = math.log2(65504.0), -25.0, -20.0
-BACK = 2900  # steps after which the scale is back: docs/headroom.md
+BACK = 2900  # steps after which the scale is back: docs/policies/headroom.md
 
 
 class Moment(NamedTuple):

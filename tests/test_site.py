@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.disagreements import rows
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     path
@@ -90,8 +92,7 @@ def test_pages_are_well_formed(path):
 
 def test_titles_of_pages_are_told_apart():
     """No two pages have the same title: the menu and the search show titles."""
-    sections = [path for path in PAGES if path.parent.name != "docs"]
-    titles = [headings(path.read_text())[0] for path in sections]
+    titles = [headings(path.read_text())[0] for path in PAGES]
 
     assert [] == sorted({title for title in titles if titles.count(title) > 1})
 
@@ -120,6 +121,14 @@ def test_words_are_words():
     )
 
     assert "" == done.stdout + done.stderr
+
+
+def test_the_table_of_presets_is_what_the_command_prints():
+    """Every row, in the same order."""
+    text = (ROOT / "docs" / "policies" / "presets.md").read_text()
+    shown = [line for line in text.splitlines() if line.startswith("| `")]
+
+    assert rows() == shown
 
 
 # -- the reference --------------------------------------------------------------------
