@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disagreements import rows
+from buoy.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -199,6 +200,15 @@ def test_names_that_a_page_leaves_out_are_on_another():
         if module is not None:
             left_out = [getattr(module, member) for member in documented()[name]]
             assert [] == [one for one in left_out if one not in shown], name
+
+
+def test_every_command_and_option_is_in_the_reference():
+    """By name; what each does, `buoy COMMAND --help` says as well."""
+    page = (REFERENCE / "commands.md").read_text()
+    for name, command in app.commands.items():
+        part = page.split(f"\n## `buoy {name}`\n")[1].split("\n## ")[0]
+        options = {one for p in command.params for one in p.opts if one[0] == "-"}
+        assert options - {"--json"} == set(re.findall(r"`(--?\w[\w-]*)`", part)), name
 
 
 @pytest.mark.slow
