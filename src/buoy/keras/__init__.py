@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     message = (
         f"`buoy.keras` needs Keras 3: {error}. Install it with "
-        "`pip install buoy-amp[keras]`, and one of TensorFlow, JAX and torch."
+        "`pip install 'buoy-amp[keras]'`, and one of TensorFlow, JAX and torch."
     )
     raise MissingBackendError(message) from error
 

@@ -1,9 +1,11 @@
 """TensorFlow without Keras 3: a `LossScaler` for loops of your own and for tf_keras.
 
-scaler = buoy.tensorflow.LossScaler(policy="headroom")
-with tf.GradientTape() as tape:
-    loss = scaler.scale(compute_loss())
-scaler.apply(optimizer, tape.gradient(loss, variables), variables)
+Example::
+
+    scaler = buoy.tensorflow.LossScaler(policy="headroom")
+    with tf.GradientTape() as tape:
+        loss = scaler.scale(compute_loss())
+    scaler.apply(optimizer, tape.gradient(loss, variables), variables)
 """
 
 from buoy._core.errors import MissingBackendError
@@ -13,7 +15,7 @@ try:
 except ImportError as error:
     message = (
         f"`buoy.tensorflow` needs TensorFlow: {error}. Install it with "
-        "`pip install buoy-amp[tensorflow]`."
+        "`pip install 'buoy-amp[tensorflow]'`."
     )
     raise MissingBackendError(message) from error
 
