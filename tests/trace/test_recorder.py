@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import buoy.trace
 from buoy import TraceError, Verdict
-from buoy.trace import Counts, Recorder, Row, TraceWarning
+from buoy.trace import Counts, Recorder, Row, TraceWarning, recording
+from buoy.trace.columns import Rows
 from buoy.trace.counts import pack, unpack
 
 NUMBERS = st.one_of(st.none(), st.floats(allow_nan=False, width=32))
@@ -48,6 +49,40 @@ def test_every_row_comes_back_as_it_went_in(rows, tmp_path_factory):
         assert (found.norm, found.amax) == (given_["norm"], given_["amax"])
         assert (found.loss, found.time) == (given_["loss"], given_["time"])
         assert set(found.offenders) == set(given_["offenders"])
+
+
+def test_rows_are_the_same_whatever_is_read_at_once(tmp_path, monkeypatch):
+    """Columns are read in parts; an entry that is damaged in a later part is named."""
+    path = tmp_path / "run.buoy"
+    norms = [1.0, None, math.nan, 0.0, math.inf, None, 2.0]
+    with Recorder(path) as recorder:
+        for step, norm in enumerate(norms):
+            bad = ("a", "b") if step == 4 else ()
+            recorder.step(scale=2.0, applied=not bad, norm=norm, offenders=bad)
+    whole = buoy.trace.load(path).rows
+    monkeypatch.setattr(recording, "_CHUNK", 2)
+    parts = buoy.trace.load(path).rows
+    assert repr(list(parts)) == repr(list(whole))
+    assert repr([row.norm for row in whole]) == repr(norms)
+    assert (whole[4].offenders, whole[4].applied) == (("a", "b"), False)
+    assert repr(whole[-1]) == repr(whole[2:][-1]) == repr(next(reversed(whole)))
+    with sqlite3.connect(path) as file:
+        file.execute("UPDATE steps SET amax = 'x' WHERE step = 5")
+    with pytest.raises(TraceError, match="the entry 5 of its table 'steps'"):
+        buoy.trace.load(path)
+
+
+@settings(max_examples=20)
+@given(rows=ROWS)
+def test_columns_hold_what_the_rows_hold(rows):
+    """Rows that were made by hand, and the headroom that is computed by column."""
+    rows = [row | {"offenders": tuple(row["offenders"])} for row in rows]
+    made = [Row(step, **row) for step, row in enumerate(rows)]
+    columns = Rows.of(made)
+    assert columns == made
+    assert columns.skipped == [row.step for row in made if not row.applied]
+    found = [None if math.isnan(bits) else bits for bits in columns.headroom]
+    assert found == [row.headroom for row in made]
 
 
 def test_nan_is_not_the_same_as_not_measured(tmp_path):

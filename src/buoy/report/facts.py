@@ -5,11 +5,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress
+from operator import sub
 
 from buoy._core.formats import FORMATS, Format
 from buoy._core.verdicts import Verdict
 from buoy._core.watch import PATIENCE, is_idle, window_of
+from buoy.trace.columns import columns_of
 from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
@@ -88,11 +90,11 @@ def sum_up(recording: Recording) -> Facts:
         >>> found.steps, found.skipped, round(found.headroom, 2)
         (4, 1, 2.0)
     """
-    rows = recording.rows
-    missed = [row for row in rows if not row.applied]
+    rows = columns_of(recording.rows)
+    missed = [rows[place] for place in rows.skipped]
     early = rows[min(int(_WARM_UP * len(rows)), _MOST_WARM_UP)].step if rows else 0
-    bits = [b for row in rows if row.applied and (b := row.headroom) is not None]
-    scales = [row.scale for row in rows] or [math.nan]
+    bits = [b for b in compress(rows.headroom, rows.applied) if not math.isnan(b)]
+    scales = rows.scale or [math.nan]
     blamed = Counter(name for row in missed for name in row.offenders)
     recent = rows[-window_of() :]
     return Facts(
@@ -111,7 +113,7 @@ def sum_up(recording: Recording) -> Facts:
         headroom=statistics.median(bits) if bits else None,
         least_headroom=min(bits) if bits else None,
         last_loss=next((r.loss for r in reversed(rows) if r.loss is not None), None),
-        seconds=_seconds(rows),
+        seconds=_seconds(rows.time),
         shares=_latest(recording),
         layers=tuple(layers(recording)),
         offenders=tuple(blamed.most_common()),
@@ -139,9 +141,9 @@ def _zeros(rows: Sequence[Row]) -> int:
     return count
 
 
-def _seconds(rows: Sequence[Row]) -> float:
+def _seconds(times: Sequence[float]) -> float:
     """Give the median time between steps: pauses for validation do not count."""
-    gaps = [b.time - a.time for a, b in pairwise(rows)]
+    gaps = list(map(sub, times[1:], times))
     return max(statistics.median(gaps), 0.0) if gaps else math.nan
 
 
@@ -161,9 +163,12 @@ def share_points(recording: Recording) -> list[tuple[int, Shares]]:
         if (found := shares(shot.tensors.values(), _limits(recording))) is not None
     ]
     points = {step: found for step, found in looks if not found.nonfinite}
-    for row in recording.rows:
-        if row.applied and 0.0 in (row.norm, row.amax):
-            points[row.step] = Shares(1.0, 0.0, 0.0)
+    rows = columns_of(recording.rows)
+    for step, applied, norm, amax in zip(
+        rows.step, rows.applied, rows.norm, rows.amax, strict=True
+    ):
+        if applied and (norm == 0.0 or amax == 0.0):
+            points[step] = Shares(1.0, 0.0, 0.0)
     return sorted(points.items()) or looks[:1]
 
 
@@ -197,7 +202,8 @@ def shares(tensors: Iterable[Counts], limits: Format) -> Shares | None:
 
 def layers(recording: Recording) -> list[Layer]:
     """Sum every tensor up over the run, those that lose most first."""
-    blamed = Counter(name for row in recording.rows for name in row.offenders)
+    named = columns_of(recording.rows).offenders.values()
+    blamed = Counter(name for names in named for name in names)
     looks: dict[str, list[Counts]] = {}
     for shot in recording.shots:
         if _finite(shot):

@@ -27,14 +27,15 @@ def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
     """Draw the scale of every run, and a mark wherever a step was skipped."""
     chart = figure_of("scale", x_range=x_range)
     _powers(chart)
+    known: list[float] = []
     for index, run in enumerate(runs):
-        rows = run.recording.rows
-        logs = [_log2(row.scale) for row in rows]
+        logs = _logs(run.rows.scale)
         keep = thinned(logs)
+        known += [log or 0.0 for log in logs]
         line = curve(
             chart,
             index,
-            [rows[i].step for i in keep],
+            [run.rows.step[i] for i in keep],
             [logs[i] for i in keep],
             stepped=True,
         )
@@ -43,7 +44,6 @@ def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
         _hover(chart, unseen, [("run", run.label), ("scale", "2^@y{0.##}")], runs)
     for index, run in enumerate(runs):
         _skips(chart, index, run, alone=len(runs) == 1)
-    known = [_log2(row.scale) or 0.0 for run in runs for row in run.recording.rows]
     end_labels(chart, runs, low=min(known, default=0.0), high=max(known, default=0.0))
     _legend(chart)
     return chart
@@ -54,11 +54,9 @@ def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
     import numpy as np  # noqa: PLC0415 - comes with Bokeh
 
     missed: dict[Verdict, list[tuple[int, float]]] = {}
-    for row in run.recording.rows:
-        if not row.applied:
-            missed.setdefault(row.verdict, []).append(
-                (row.step, _log2(row.scale) or 0.0)
-            )
+    for place in run.rows.skipped:
+        row = run.rows[place]
+        missed.setdefault(row.verdict, []).append((row.step, _log2(row.scale) or 0.0))
     for verdict, places in missed.items():
         steps, logs = zip(*places, strict=True)
         marks = chart.scatter(
@@ -87,17 +85,20 @@ def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
     chart = figure_of("headroom", 200, x_range=x_range)
     chart.yaxis.axis_label = "bits"
     for index, run in enumerate(runs):
-        rows = run.recording.rows
-        bits = [row.headroom if row.applied else None for row in rows]
+        rows = run.rows
+        bits = [
+            b if fine and not math.isnan(b) else None
+            for b, fine in zip(rows.headroom, rows.applied, strict=True)
+        ]
         keep = thinned(bits)
         line = curve(
             chart,
             index,
-            [rows[i].step for i in keep],
+            [rows.step[i] for i in keep],
             [bits[i] for i in keep],
         )
         _hover(chart, line, [("run", run.label), ("headroom", "@y{0.0} bits")], runs)
-    known = [b for r in runs for row in r.recording.rows if (b := row.headroom)]
+    known = [b for run in runs for b in run.rows.headroom if b and not math.isnan(b)]
     end_labels(chart, runs, low=min(known, default=0.0), high=max(known, default=0.0))
     limit = Span(location=0, dimension="width", line_dash="dashed", line_width=1.5)
     chart.add_layout(coat(limit, line_color=ALARM))
@@ -107,12 +108,11 @@ def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
 def loss_charts(runs: Sequence[Run], x_range: Any) -> dict[str, Any]:
     """Draw loss, norm and every further series, one chart each, all runs in it."""
     made = {}
-    known: dict[str, list[tuple[int, list[int], list[float | None]]]] = {}
+    known: dict[str, list[tuple[int, Sequence[int], list[float | None]]]] = {}
     for index, run in enumerate(runs):
-        rows = run.recording.rows
-        steps = [row.step for row in rows]
+        steps = run.rows.step
         for name in ("loss", "norm"):
-            values = [_finite(getattr(row, name)) for row in rows]
+            values = [_finite(value) for value in getattr(run.rows, name)]
             if name not in run.series and any(value is not None for value in values):
                 known.setdefault(name, []).append((index, steps, values))
         for name in run.series:
@@ -127,7 +127,7 @@ def loss_charts(runs: Sequence[Run], x_range: Any) -> dict[str, Any]:
 def curves(
     name: str,
     runs: Sequence[Run],
-    lines: Sequence[tuple[int, list[int], list[float | None]]],
+    lines: Sequence[tuple[int, Sequence[int], list[float | None]]],
     x_range: Any,
 ) -> Any:
     """Draw one quantity of several runs."""
@@ -269,6 +269,11 @@ def _legend(chart: Any) -> None:
     if chart.legend:
         soft(chart.legend[0])
         chart.add_layout(chart.legend[0], "below")
+
+
+def _logs(scales: Sequence[float]) -> list[float | None]:
+    known = {scale: _log2(scale) for scale in set(scales)}
+    return [known.get(scale) for scale in scales]
 
 
 def _log2(value: float) -> float | None:

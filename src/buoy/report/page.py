@@ -1,5 +1,6 @@
 """One page for one run or several: self-contained, and at home offline."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -164,15 +165,15 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     )
     from buoy.report.heat import binades, has_map, heat_map, shares_chart  # noqa: PLC0415
 
-    steps = [row.step for run in runs for row in run.recording.rows] or [0]
-    low, high = min(steps), max(steps) + 1
+    low = min((min(run.rows.step) for run in runs if run.rows), default=0)
+    high = max((max(run.rows.step) for run in runs if run.rows), default=0) + 1
     margin = max((high - low) * 0.01, 0.5)
     names = 0.0 if len(runs) == 1 else 0.16 * (high - low)  # where the lines end
     x_range = Range1d(start=low - margin, end=high + margin + names, bounds="auto")
-    if not any(run.recording.rows for run in runs):
+    if not any(run.rows for run in runs):
         return {}
     made = {"scale": scale_chart(runs, x_range)}
-    if any(row.headroom is not None for run in runs for row in run.recording.rows):
+    if any(not math.isnan(bits) for run in runs for bits in run.rows.headroom):
         made["headroom"] = headroom_chart(runs, x_range)
     made |= {f"curve {n}": c for n, c in loss_charts(runs, x_range).items()}
     span = binades(runs)

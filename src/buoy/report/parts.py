@@ -186,7 +186,8 @@ def skips(run: Run, found: Facts, said: Summary, name: str) -> str:
         f"<li><b>{verdict.value}</b>: {count:,}.{_meaning(verdict, said)}</li>"
         for verdict, count in found.verdicts.items()
     )
-    missed = [row for row in run.recording.rows if not row.applied]
+    places = run.rows.skipped
+    missed = [run.rows[place] for place in places[-_LISTED:]]
     rows = [
         [
             Cell(f"{row.step:,}", row.step),
@@ -195,16 +196,16 @@ def skips(run: Run, found: Facts, said: Summary, name: str) -> str:
             Cell(power(row.scale), row.scale),
             Cell(_number(row.loss), row.loss),
         ]
-        for row in missed[-_LISTED:]
+        for row in missed
     ]
     columns = ("step", "why", "not finite in", "scale", "loss")
     listed = table(name, columns, rows, text=3, caption="Skipped steps")
-    title = f"All {len(missed):,}, one by one"
-    if len(missed) > _LISTED:
-        title = f"The last {_LISTED} of {len(missed):,}, one by one; the chart has all"
+    title = f"All {len(places):,}, one by one"
+    if len(places) > _LISTED:
+        title = f"The last {_LISTED} of {len(places):,}, one by one; the chart has all"
     return (
         f'<ul class="small" data-skips="{found.skipped}">{causes}</ul>'
-        f"{_offenders(found)}{details(title, listed, opened=len(missed) <= 12)}"
+        f"{_offenders(found)}{details(title, listed, opened=len(places) <= 12)}"
     )
 
 

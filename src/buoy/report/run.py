@@ -7,6 +7,7 @@ from functools import cached_property
 
 from buoy._core.errors import TraceError
 from buoy.report.facts import Facts, sum_up
+from buoy.trace.columns import Rows, columns_of
 from buoy.trace.recording import Recording, load
 
 __all__ = ["Run"]
@@ -45,6 +46,11 @@ class Run:
         object.__setattr__(self, "label", self.label or found.name)
 
     @cached_property
+    def rows(self) -> Rows:
+        """The recorded steps, as columns."""
+        return columns_of(self.recording.rows)
+
+    @cached_property
     def figures(self) -> Facts:
         """The summary of the run, computed once."""
         return sum_up(self.recording)
@@ -54,7 +60,7 @@ class Run:
         values = self.series[name]
         if isinstance(values, Mapping):
             return list(values), [float(value) for value in values.values()]
-        steps = [row.step for row in self.recording.rows]
+        steps = self.rows.step.tolist()
         if len(steps) != len(values):
             message = (
                 f"The series {name!r} of {self.label!r} must hold a number for each of "

@@ -21,12 +21,14 @@ def thinned(values: Sequence[float | None], most: int = MOST) -> list[int]:
     known = [i for i, value in enumerate(values) if value is not None]
     if len(known) <= 2 * most:
         return known
+    numbers = [value for value in values if value is not None]
     chosen = {known[0], known[-1]}
     width = len(known) / most
     for column in range(most):
-        part = known[math.floor(column * width) : math.floor((column + 1) * width)]
-        fine = [i for i in part if math.isfinite(values[i] or 0.0)]
+        start, end = math.floor(column * width), math.floor((column + 1) * width)
+        part = numbers[start:end]
+        fine = [value for value in part if math.isfinite(value)]
         if fine:
-            chosen.add(min(fine, key=lambda i: values[i] or 0.0))
-            chosen.add(max(fine, key=lambda i: values[i] or 0.0))
+            chosen.add(known[start + part.index(min(fine))])
+            chosen.add(known[start + part.index(max(fine))])
     return sorted(chosen)

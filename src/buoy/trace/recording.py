@@ -9,8 +9,11 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +22,7 @@ from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
 from buoy._core.replay.trace import FP16_MAX_LOG2
 from buoy._core.state import Verdict
+from buoy.trace.columns import Rows
 from buoy.trace.counts import Counts, Kind, unpack, unpacked_size
 from buoy.trace.files import check_readable
 from buoy.trace.row import Row
@@ -32,6 +36,8 @@ _MOST_BLOB = 2**24
 _LEAST_UNPACKED = 2**26  # bytes; a file may unpack to this, or to 16 times its size
 # Of skips; one without a verdict counts as it does for `Recorder.step`.
 _VERDICTS = {verdict.value: verdict for verdict in Verdict if verdict != "applied"}
+_KNOWN_VERDICTS = {None, "applied", *_VERDICTS}
+_CHUNK = 2**16  # rows that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Recording:
 
     path: str
     meta: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: Sequence[Row] = ()
     shots: list[Shot] = field(default_factory=list)
     counted: tuple[int, int] | None = None  # steps and skips of all that is in the file
 
@@ -242,7 +248,7 @@ def _rows(
     part: Part,
     tensors: Tensors,
     max_log2: float,
-) -> list[Row]:
+) -> Rows:
     accused: dict[int, list[str]] = {}
     after = _before_the_last(file, "steps", part)
     for step, number in file.execute(
@@ -257,7 +263,36 @@ def _rows(
         "WHERE step > ? ORDER BY step LIMIT ?",
         (after, _MOST_ROWS),
     )
-    return [_row(where, values, accused, max_log2) for values in cursor]
+    rows = Rows()
+    while chunk := cursor.fetchmany(_CHUNK):
+        _add(where, rows, list(zip(*chunk, strict=True)), accused)
+    rows.max_log2.extend(array("d", [max_log2]) * len(rows))
+    return rows
+
+
+def _add(
+    where: str,
+    rows: Rows,
+    columns: list[tuple[Any, ...]],
+    accused: dict[int, list[str]],
+) -> None:
+    """Add rows that were read, each column checked as a whole."""
+    steps, times, scales, applied, verdicts, *measured = columns
+    start = len(rows)
+    fine = set(map(type, times)) | set(map(type, scales)) == {float}
+    fine = fine and set(applied) <= {0, 1} and set(verdicts) <= _KNOWN_VERDICTS
+    if not fine:
+        raise _odd(where, "steps", _first_odd(columns))
+    rows.step.extend(steps)
+    rows.time.extend(times)
+    rows.scale.extend(scales)
+    rows.applied.extend(map(int, applied))
+    rows.extend_measured(start, [_numbers(where, steps, values) for values in measured])
+    for at in compress(range(len(steps)), map(not_, applied)):
+        rows.verdicts[start + at] = _VERDICTS.get(verdicts[at], Verdict.SCALE_TOO_HIGH)
+    if accused:
+        for at in compress(range(len(steps)), map(accused.__contains__, steps)):
+            rows.offenders[start + at] = tuple(accused[steps[at]])
 
 
 def _before_the_last(file: sqlite3.Connection, table: str, part: Part) -> int:
@@ -277,36 +312,24 @@ def _counted(file: sqlite3.Connection, after: int) -> tuple[int, int]:
     return steps, steps - int(applied)
 
 
-def _row(
-    where: str,
-    values: tuple[Any, ...],
-    accused: dict[int, list[str]],
-    max_log2: float,
-) -> Row:
-    step, time, scale, applied, verdict, norm, amax, loss = values
-    fine = type(time) is float and type(scale) is float and applied in (0, 1)
-    if not fine or not (verdict in (None, "applied") or verdict in _VERDICTS):
-        raise _odd(where, "steps", step)
-    return Row(
-        step,
-        time,
-        scale,
-        bool(applied),
-        _VERDICTS.get(verdict, Verdict.SCALE_TOO_HIGH)
-        if not applied
-        else Verdict.APPLIED,
-        norm if norm is None or type(norm) is float else _nan(where, step, norm),
-        amax if amax is None or type(amax) is float else _nan(where, step, amax),
-        loss if loss is None or type(loss) is float else _nan(where, step, loss),
-        tuple(accused.get(step, ())),
-        max_log2,
-    )
+def _first_odd(columns: Sequence[Sequence[Any]]) -> Any:
+    for step, time, scale, applied, verdict, *_ in zip(*columns, strict=True):
+        fine = type(time) is float and type(scale) is float and applied in (0, 1)
+        if not fine or verdict not in _KNOWN_VERDICTS:
+            return step
+    return None
 
 
-def _nan(where: str, step: Any, value: Any) -> float:
-    if value == "nan":
-        return math.nan
-    raise _odd(where, "steps", step)
+def _numbers(
+    where: str, steps: Sequence[int], values: Sequence[Any]
+) -> Sequence[float | None]:
+    """Return a column that was measured; SQLite has no NaN, so it is a text."""
+    if set(map(type, values)) <= {float, type(None)}:
+        return values
+    for step, value in zip(steps, values, strict=True):
+        if not (value is None or type(value) is float or value == "nan"):
+            raise _odd(where, "steps", step)
+    return [math.nan if value == "nan" else value for value in values]
 
 
 def _shots(

@@ -7,15 +7,17 @@ the largest gradient was not measured, it is taken to be what it was last.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
 
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
 from buoy._core.replay.trace import Histogram, Trace
-from buoy._core.verdicts import VERDICTS
+from buoy._core.verdicts import VERDICTS, Verdict
+from buoy.trace.columns import Rows, columns_of
 from buoy.trace.counts import Counts, Kind
 from buoy.trace.recording import Recording, Shot
-from buoy.trace.row import Row
 
 __all__ = ["replayable", "total"]
 
@@ -24,13 +26,13 @@ _JUST_SO = 0.5  # binades above the limit
 
 def replayable(recording: Recording) -> Trace:
     """Make a trace for `buoy.replay` and `buoy.tune` of a recorded run."""
-    rows = recording.rows
+    rows = columns_of(recording.rows)
     if not rows:
         message = (
             f"The trace {recording.path!r} holds no step yet. Wait for the run's first."
         )
         raise TraceError(message)
-    losses = _filled([_log2(row.loss) for row in rows])
+    losses = _filled(map(_log2, rows.loss))
     limits = FORMATS.get(str(recording.meta.get("format")), FORMATS["fp16"])
     return Trace(
         amax_log2=_sizes(rows, recording),
@@ -43,23 +45,27 @@ def replayable(recording: Recording) -> Trace:
     )
 
 
-def _sizes(rows: Sequence[Row], recording: Recording) -> list[float]:
-    sizes = _filled([_log2(row.amax) if row.applied else None for row in rows])
-    if sizes is None:
+def _sizes(rows: Rows, recording: Recording) -> "array[float]":
+    applied = zip(rows.amax, rows.applied, strict=True)
+    made = _filled(_log2(amax) if fine else math.nan for amax, fine in applied)
+    if made is None:
         message = (
             f"The trace {recording.path!r} cannot be replayed: the size of the "
             "gradients was measured in none of its applied steps."
         )
         raise TraceError(message)
-    made = []
-    for row, size in zip(rows, sizes, strict=True):
-        limit = recording.max_log2 - _finite_log2(row.scale)
-        if row.applied:
-            made.append(min(size, limit))
-        elif VERDICTS[row.verdict].grave:
-            made.append(math.inf)
+    scale, limit = None, math.nan
+    for step, size in enumerate(made):
+        if rows.scale[step] != scale:
+            scale = rows.scale[step]
+            limit = recording.max_log2 - _finite_log2(scale)
+        if rows.applied[step]:
+            if size > limit:
+                made[step] = limit
+        elif VERDICTS[rows.verdicts.get(step, Verdict.APPLIED)].grave:
+            made[step] = math.inf
         else:
-            made.append(max(size, limit + _JUST_SO))
+            made[step] = max(size, limit + _JUST_SO)
     return made
 
 
@@ -67,39 +73,39 @@ def _finite_log2(scale: float) -> float:
     return math.log2(scale) if 0.0 < scale < math.inf else 0.0
 
 
-def _log2(value: float | None) -> float | None:
-    if value is None or math.isnan(value):
-        return None
+def _log2(value: float) -> float:
+    """Return log2 of the magnitude; NaN if it was not measured."""
     size = abs(value)
-    if size == math.inf:
-        return math.inf
-    return math.log2(size) if size > 0.0 else -math.inf
+    if 0.0 < size < math.inf:
+        return math.log2(size)
+    return -math.inf if size == 0.0 else size
 
 
-def _filled(values: Sequence[float | None]) -> list[float] | None:
-    """Carry the last known value on, and the first known one back."""
-    last = next((value for value in values if value is not None), None)
+def _filled(values: Iterable[float]) -> "array[float] | None":
+    """Carry the last known value on, and the first known one back; NaN is unknown."""
+    made, isnan = array("d", values), math.isnan
+    last = next((value for value in made if not isnan(value)), None)
     if last is None:
         return None
-    made = []
-    for value in values:
-        last = last if value is None else value
-        made.append(last)
+    for step, value in enumerate(made):
+        if isnan(value):
+            made[step] = last
+        else:
+            last = value
     return made
 
 
-def _histograms(
-    rows: Sequence[Row], shots: Iterable[Shot], kind: Kind
-) -> list[Histogram]:
-    place = {row.step: index for index, row in enumerate(rows)}
+def _histograms(rows: Rows, shots: Iterable[Shot], kind: Kind) -> list[Histogram]:
     made = []
     for shot in shots:
         seen = total(shot.tensors.values(), kind)
-        if shot.step in place and sum(seen.values()) > 0 and shot.scale > 0:
+        place = bisect_left(rows.step, shot.step)
+        there = place < len(rows) and rows.step[place] == shot.step
+        if there and sum(seen.values()) > 0 and shot.scale > 0:
             shift = round(math.log2(shot.scale))
             low, high = min(seen), max(seen)
             counts = tuple(seen.get(i, 0.0) for i in range(low, high + 1))
-            made.append(Histogram(place[shot.step], low - shift, counts))
+            made.append(Histogram(place, low - shift, counts))
     return made
 
 

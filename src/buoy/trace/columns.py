@@ -1,0 +1,153 @@
+"""The rows of a recorded run, held as columns of plain numbers.
+
+A row as an object takes ten times the memory of its numbers, and most time of a long
+run's report would go into making it.  Rows are made when they are asked for.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import overload
+
+from buoy._core.state import Verdict
+from buoy.trace.row import Row
+
+__all__ = ["Rows", "columns_of"]
+
+_MEASURED = ("norm", "amax", "loss")
+
+
+class Rows(Sequence[Row]):
+    """Rows in the order of their steps, as columns.
+
+    In `norm`, `amax` and `loss`, NaN also stands for what was not measured; the rows
+    that are given out tell one from the other.
+
+    Example:
+        >>> rows = Rows.of([Row(3, 0.0, 8.0, True, amax=0.5), Row(4, 1.0, 8.0, False)])
+        >>> rows.scale, rows.amax, rows.skipped
+        (array('d', [8.0, 8.0]), array('d', [0.5, nan]), [1])
+        >>> rows[-1].amax is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self.step = array("q")
+        self.time = array("d")
+        self.scale = array("d")
+        self.applied = bytearray()
+        self.norm = array("d")
+        self.amax = array("d")
+        self.loss = array("d")
+        self.max_log2 = array("d")
+        self.verdicts: dict[int, Verdict] = {}  # of the rows that have another
+        self.offenders: dict[int, tuple[str, ...]] = {}
+        self.not_numbers: dict[str, set[int]] = {name: set() for name in _MEASURED}
+        self._headroom: array[float] | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> "Rows":
+        """Take rows apart."""
+        made, rows = cls(), list(rows)
+        made.step.extend(row.step for row in rows)
+        made.time.extend(row.time for row in rows)
+        made.scale.extend(row.scale for row in rows)
+        made.applied.extend(bool(row.applied) for row in rows)
+        made.max_log2.extend(row.max_log2 for row in rows)
+        made.extend_measured(
+            0, [[getattr(row, name) for row in rows] for name in _MEASURED]
+        )
+        for at, row in enumerate(rows):
+            if row.verdict is not Verdict.APPLIED:
+                made.verdicts[at] = row.verdict
+            if row.offenders:
+                made.offenders[at] = row.offenders
+        return made
+
+    def extend_measured(
+        self, start: int, columns: Sequence[Sequence[float | None]]
+    ) -> None:
+        """Add norms, largest gradients and losses, from the row `start` on."""
+        for name, values in zip(_MEASURED, columns, strict=True):
+            column: array[float] = getattr(self, name)
+            try:
+                column.extend(values)  # type: ignore[arg-type] # fails at None
+            except TypeError:
+                del column[start:]
+                column.extend(math.nan if v is None else v for v in values)
+            if any(map(math.isnan, column[start:])):
+                self.not_numbers[name].update(
+                    at
+                    for at, v in enumerate(values, start)
+                    if v is not None and math.isnan(v)
+                )
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        if isinstance(at, slice):
+            return [self._row(i) for i in range(*at.indices(len(self)))]
+        return self._row(range(len(self))[at])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(other) != len(self):
+            return False
+        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment] # a mutable sequence
+
+    def _row(self, at: int) -> Row:
+        return Row(
+            self.step[at],
+            self.time[at],
+            self.scale[at],
+            bool(self.applied[at]),
+            self.verdicts.get(at, Verdict.APPLIED),
+            self._measured("norm", at),
+            self._measured("amax", at),
+            self._measured("loss", at),
+            self.offenders.get(at, ()),
+            self.max_log2[at],
+        )
+
+    def _measured(self, name: str, at: int) -> float | None:
+        value: float = getattr(self, name)[at]
+        unknown = math.isnan(value) and at not in self.not_numbers[name]
+        return None if unknown else value
+
+    @property
+    def skipped(self) -> list[int]:
+        """The places of the rows that were not applied."""
+        missed = self.applied.translate(bytes([1, *[0] * 255]))
+        return list(compress(range(len(self)), missed))
+
+    @property
+    def headroom(self) -> "array[float]":
+        """The rows' `headroom`; NaN where there is none."""
+        if self._headroom is None or len(self._headroom) != len(self):
+            self._headroom = array("d", self._headrooms())
+        return self._headroom
+
+    def _headrooms(self) -> Iterator[float]:
+        log2, nan, infinity = math.log2, math.nan, math.inf
+        before, height = None, nan
+        for amax, scale, limit in zip(
+            self.amax, self.scale, self.max_log2, strict=True
+        ):
+            if scale != before:
+                before, height = scale, log2(scale) if scale > 0.0 else nan
+            yield limit - log2(amax) - height if 0.0 < amax < infinity else nan
+
+
+def columns_of(rows: Sequence[Row]) -> Rows:
+    """Return the rows as columns: themselves, if they are."""
+    return rows if isinstance(rows, Rows) else Rows.of(rows)
