@@ -15,13 +15,13 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import check_and_multiply_, gather
 from buoy._backends.torch.losses import map_nested
+from buoy._backends.torch.names import Names
 from buoy._core.verdicts import Verdict
 from buoy._core.warn import warn
 from buoy.torch import checkpoint, errors, optimizers
 from buoy.torch.distributed import Agreement
 from buoy.torch.hooks import Hooks, compiled, feature, is_foreign
 from buoy.torch.iteration import Freshness, Iteration, Work, combined, evidence_of
-from buoy.torch.names import Names
 from buoy.torch.options import Options, check_factor, check_new_scale
 from buoy.torch.outcome import LastStep
 from buoy.torch.policy_state import Evidence

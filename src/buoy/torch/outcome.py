@@ -10,12 +10,12 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, parameters_of, take_survey
+from buoy._backends.torch.names import Names
 from buoy._backends.torch.poison import nonfinite_parameters, poisoned
 from buoy._core.state import Step
 from buoy._core.verdicts import Verdict, judge_losses
 from buoy.torch.distributed import Agreement
 from buoy.torch.iteration import Work
-from buoy.torch.names import Names
 from buoy.torch.optimizers import unscales_in_place
 
 __all__ = ["Context", "LastStep"]

@@ -17,6 +17,7 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.collectives import NormGroup, ProcessGroups
 from buoy._backends.torch.gradients import clamp_, gather_summed, parameters_of
 from buoy._backends.torch.losses import scale_gradient
+from buoy._backends.torch.names import Names
 from buoy._core.errors import OptionError
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.static import NoScaling
@@ -28,7 +29,6 @@ from buoy.torch.distributed import Agreement
 from buoy.torch.gates import AdvanceOn, make_gates
 from buoy.torch.hooks import Extension, Hooks, compiled, feature, is_foreign
 from buoy.torch.iteration import Iteration, Work
-from buoy.torch.names import Names
 from buoy.torch.options import Fp16Params, Options, checked_clip, checked_threshold
 from buoy.torch.outcome import LastStep
 from buoy.torch.step_log import StepLog

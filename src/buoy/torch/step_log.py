@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
+from buoy._backends.torch.names import Names
 from buoy._backends.torch.reader import AsyncReader
 from buoy._core.step import Row
 from buoy._core.verdicts import HISTORY, Verdict, judge_losses
 from buoy._core.watch import Watch
 from buoy.torch.distributed import Agreement, late_error
 from buoy.torch.iteration import Iteration, Work
-from buoy.torch.names import Names
 from buoy.torch.outcome import Context, LastStep
 from buoy.torch.policy_state import Evidence
 

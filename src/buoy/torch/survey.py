@@ -29,13 +29,13 @@ from buoy._backends.torch.gradients import (
     parameters_of,
     take_survey,
 )
+from buoy._backends.torch.names import Names
 from buoy._backends.torch.rank_norms import RankGradients
 from buoy._core.step import MEASUREMENTS, clip_factor
 from buoy.torch import errors
 from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
-from buoy.torch.names import Names
 from buoy.torch.optimizers import unscales
 from buoy.torch.policy_state import SMALLEST, Evidence
 from buoy.torch.scale import Scale

@@ -18,10 +18,10 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of
+from buoy._backends.torch.names import Names
 from buoy._backends.torch.rounding import HALVES, Rounding, nearest, write
 from buoy._core.errors import OptionError
 from buoy.torch.errors import Fp16ParametersError
-from buoy.torch.names import Names
 
 __all__ = ["Fp16Parameters", "MasterWeights", "masters_of"]
 

@@ -18,6 +18,7 @@ import torch
 from buoy._backends import torch as backend
 from buoy._backends.torch.exponents import exponents
 from buoy._backends.torch.gradients import Gathered, take_survey
+from buoy._backends.torch.names import Names
 from buoy._backends.torch.reader import AsyncReader
 from buoy._core.codec import encode
 from buoy._core.errors import BuoyError
@@ -25,7 +26,6 @@ from buoy._core.feed import BINS, feed
 from buoy._core.step import Row
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Work
-from buoy.torch.names import Names
 from buoy.torch.step_log import Entry, StepLog
 from buoy.trace import Recorder
 from buoy.trace.counts import Counts
