@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformer import Transformer, batch, loss_of, spoil
 
+from buoy._core.errors import OptionError
 from buoy.diagnose import first_nonfinite
 from buoy.torch import GradScaler, keep_fp32
-from buoy.torch.errors import OptionError
 
 NAMES = [
     name

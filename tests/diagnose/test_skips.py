@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from buoy import TraceError
+from buoy._core.errors import OptionError
 from buoy.diagnose import (
     ExplainSkips,
     first_nonfinite,
@@ -21,7 +22,6 @@ from buoy.diagnose import (
     save_batch,
 )
 from buoy.torch import GradScaler
-from buoy.torch.errors import OptionError
 
 
 def trained(folder=None, *, explained=True, steps=6):

@@ -8,9 +8,9 @@ from torch import nn
 from transformer import Transformer, batch, loss_of
 
 from buoy._backends.torch.exponents import exponents
+from buoy._core.errors import OptionError
 from buoy.diagnose import estimate_run, estimate_underflow
 from buoy.torch import GradScaler
-from buoy.torch.errors import OptionError
 from buoy.trace import Counts, Recording, load
 
 

@@ -12,7 +12,7 @@ import torch
 
 import buoy.trace
 from buoy.torch import GradScaler
-from buoy.trace import Recorder, Row, TraceWarning
+from buoy.trace import Recorder, Row, TraceWarning, outlet
 from buoy.trace.sinks import JsonLines, Logging, MLflow, TensorBoard, WandB, values
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -137,10 +137,16 @@ def test_mlflow(tmp_path):
 
 def test_wandb(tmp_path, monkeypatch):
     """Offline: what was logged is in the file that would be sent."""
+    import wandb
+
+    # Its service is a process of its own: on a busy machine it starts slowly.
+    monkeypatch.setattr(outlet, "PATIENCE", 300.0)
+    monkeypatch.setattr(outlet, "_MOST", 300.0)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     sink = WandB(every=1, mode="offline", project="buoy", dir=str(tmp_path))
     train(tmp_path, sink)
+    wandb.teardown()  # its service writes the file; this waits for it
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     data = path.read_bytes()
     assert data.count(b"buoy/norm") >= 3

@@ -61,7 +61,7 @@ def advance(
     applied, after, factor = decide(
         policy,
         before,
-        _seen(looked, scales),
+        _seen(looked, scales, clips=options.max_norm is not None),
         inverse=scales.inverse,
         norm=norm,
         max_norm=options.max_norm,
@@ -148,15 +148,18 @@ def _look(
     return agreed(looked._replace(measured=measured), options.axes)
 
 
-def _seen(looked: Survey, scales: _Scales) -> Seen:
+def _seen(looked: Survey, scales: _Scales, *, clips: bool) -> Seen:
     """Return what the policy is shown.
 
-    A norm beyond float32 is an overflow, too: clipped by it, all gradients would be 0.
+    With clipping, a norm beyond float32 is an overflow, too: clipped by it, all
+    gradients would be 0.
     """
-    amax = looked.amax
-    measurable = jnp.isfinite(looked.norm) & jnp.isfinite(looked.norm * scales.inverse)
+    amax, norm = looked.amax, looked.norm
+    finite = jnp.logical_not(jnp.any(looked.bad))
+    if clips:
+        finite &= jnp.isfinite(norm) & jnp.isfinite(norm * scales.inverse)
     return Seen(
-        finite=jnp.logical_not(jnp.any(looked.bad)) & measurable,
+        finite=finite,
         amax_log2=None if amax is None else _log2(amax * scales.lowered),
         **looked.measured,
     )
