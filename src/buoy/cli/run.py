@@ -187,7 +187,7 @@ def _tell(made: "Installation", page: Path | None) -> None:
     """Say what was recorded and where; on stderr, stdout is the script's."""
     if not made.scalers:
         click.echo(
-            "buoy: the script made none of torch's GradScalers; nothing recorded.",
+            "buoy: the script created no GradScaler of torch; nothing was recorded.",
             err=True,
         )
     for path in made.traces:

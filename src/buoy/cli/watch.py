@@ -55,7 +55,7 @@ def watch(source: str, every: float, *, once: bool, as_json: bool) -> None:
 
 def _wait(source: str, every: float) -> None:
     if "\0" in source:
-        raise TraceError(f"No file can be called {source!r}.")
+        raise TraceError(f"Not a valid file name: {source!r}.")
     if not Path(source).exists():
         click.echo(f"Waiting for {printable(source)}.", err=True)
     while not Path(source).exists() or (

@@ -255,7 +255,7 @@ _ALL = (
         name="bce",
         title="512 rare tags",
         words="Binary cross-entropy averaged over 512 tags and 256 rows: each gradient "
-        "is divided by 131072 before it sets out.",
+        "is divided by 131072 first.",
         metric="loss",
         higher=False,
         lr=5e-3,

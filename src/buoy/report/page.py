@@ -215,7 +215,7 @@ def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
         figure_box(
             slot(f"heat {i}"),
             "Size of the scaled gradients" if len(runs) == 1 else run.label,
-            "over the steps: the darker, or in the dark the brighter, the more."
+            "over the steps; stronger colours mean more gradients."
             if len(runs) == 1
             else "",
         )

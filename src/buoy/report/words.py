@@ -145,7 +145,7 @@ def _about(found: Facts) -> tuple[str, ...]:
     seen = found.shares
     if seen is not None:
         said.append(
-            f"At the last look {share(seen.zero)} of the gradients were zero and "
+            f"In the last histograms {share(seen.zero)} of the gradients were 0 and "
             f"{share(seen.subnormal)} subnormal."
         )
     if found.lost:

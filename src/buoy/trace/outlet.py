@@ -136,7 +136,7 @@ class Outlet:
             self._off = True
             self._rows.clear()
             self._news.append(
-                f"the sink {self.name} has failed and is off from here on: "
+                f"the sink {self.name} has failed and is switched off: "
                 f"{type(error).__name__}: {error}"
             )
         finally:

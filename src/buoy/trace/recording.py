@@ -120,7 +120,7 @@ def load(
                 (shots_after, _MOST_SHOTS if latest_shots is None else latest_shots),
             )
     except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        reason = str(error) or "a size in it is beyond all bounds"
+        reason = str(error) or "a size in it is far too large"
         message = f"The trace {where!r} is damaged: {reason}. Record it again."
         raise TraceError(message) from error
 

@@ -60,11 +60,11 @@ def _forward_nonfinite(facts: Facts) -> Finding | None:
         f"{facts.nonfinite_losses} of {facts.losses} losses were inf or NaN before "
         "they were scaled.",
         facts.nonfinite_at,
-        "No scale can help: every such step is skipped, and the scale falls for "
-        "nothing." + (first if module else ""),
+        "No scale can help: every such step is skipped, and the scale falls in "
+        "each." + (first if module else ""),
         "Look at inputs and labels, at logarithms and divisions by 0, and keep what "
-        "overflows in FP32. `buoy.diagnose.first_nonfinite(model, step_fn)` tells by "
-        "how much.",
+        "overflows in FP32. `buoy.diagnose.first_nonfinite(model, step_fn)` shows "
+        "by how much.",
     )
 
 
@@ -73,7 +73,7 @@ def _direct_step(facts: Facts) -> Finding | None:
         if optimizer.direct:
             return Finding(
                 "direct_step",
-                f"`{optimizer.kind}.step()` is called past the scaler, "
+                f"`{optimizer.kind}.step()` is called without the scaler, "
                 f"{optimizer.direct} times.",
                 optimizer.direct_at,
                 "It applies unchecked gradients, multiplied by the scale unless "
@@ -149,7 +149,7 @@ def _update_doubled(facts: Facts) -> Finding | None:
                 "update_doubled",
                 "`scaler.update()` is called twice in one iteration.",
                 scaler.update_at,
-                "The second call has nothing to go by: it is an error, or moves the "
+                "The second call has no new gradients: it is an error, or moves the "
                 "scale twice.",
                 "Call `scaler.update()` once per iteration, after all optimizers have "
                 "stepped.",
@@ -204,7 +204,7 @@ def _floor(facts: Facts) -> Finding | None:
                 f"{scaler.skipped_row} steps were skipped.",
                 scaler.step_at,
                 "At this scale nothing overflows because of scaling: gradients are inf "
-                "or NaN by themselves, and nothing is learnt.",
+                "or NaN for another reason, and nothing is learnt.",
                 "Look for what makes them so (`buoy.diagnose.first_nonfinite(model, "
                 "step_fn)` names the module); if weights are NaN, go back to a "
                 "checkpoint.",
@@ -257,7 +257,7 @@ def _bf16_scaled(facts: Facts) -> Finding | None:
         "The loss is computed in BF16 and scaled.",
         facts.scaled_at,
         "BF16 has the range of FP32, nothing underflows; scaling costs time and skips "
-        "steps for nothing.",
+        "steps without need.",
         "Leave the scaler out: `GradScaler(enabled=False)`.",
     )
 
