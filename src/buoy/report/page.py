@@ -41,7 +41,7 @@ def write(
     """Write a page about one run or several to `out`; return its path.
 
     Args:
-        runs: files, or `Run`s with labels and more curves.
+        runs: files, or `Run` objects with labels and more curves.
         out: the file; it is replaced completely or not at all.
         title: the title of the page; the runs' names by default.
         intro: sentences below the title.
