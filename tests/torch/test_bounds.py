@@ -34,6 +34,7 @@ def test_a_loaded_scale_outside_of_the_bounds_is_mended_and_told():
     assert scaler.get_scale() == 1024.0
 
 
+@pytest.mark.filterwarnings("ignore:The loaded state is of policy")
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("policy", [None, "headroom"])
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])

@@ -1,5 +1,6 @@
 """Stop anywhere, load, and the rest is bit-equal to the uninterrupted run."""
 
+import contextlib
 import io
 import json
 import random
@@ -107,7 +108,10 @@ def test_torchs_scaler_loads_ours_and_ours_torchs(policy):
         other = make(policy)
         if used:
             other.scale(torch.ones((), requires_grad=True))
-        other.load_state_dict(stock.state_dict())
+        with contextlib.ExitStack() as said:
+            if policy is not None:
+                said.enter_context(pytest.warns(BuoyWarning, match="only the scale"))
+            other.load_state_dict(stock.state_dict())
         assert other.get_scale() == 64.0
         other.scale(torch.ones((), requires_grad=True))
         assert other._scale.item() == 64.0

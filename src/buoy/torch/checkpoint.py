@@ -7,7 +7,7 @@ other's state.
 
 import math
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from buoy._core.codec import decode
@@ -27,7 +27,7 @@ _TORCHS = {  # torch's entries: above which number, and whether they are whole
     "scale": (-math.inf, False),
     "growth_factor": (0.0, False),
     "backoff_factor": (0.0, False),
-    "growth_interval": (-math.inf, True),
+    "growth_interval": (-(2.0**31), True),
     "_growth_tracker": (-1.0, True),
 }
 _DEFAULT_SCALE = 2.0**16
@@ -43,6 +43,7 @@ class Saved(NamedTuple):
     growth_interval: int
     clean_steps: int  # finite steps since the scale last moved
     parts: dict[str, Any]  # the states of features
+    policy: Any  # its name
     state: Any  # of the policy; None: only the scale is loaded
     turn: int
 
@@ -78,40 +79,50 @@ def checked(state: Any, rule: Scale) -> Saved:
     if not isinstance(parts, dict):
         raise _damaged("parts", parts)
     parts = {**parts, **{key: own[key] for key in _TOP if key in own}}
-    policy = _of_policy(own, rule) if "state" in own else (None, 0)
+    policy: Any = ("torch's rule", None, 0)
+    if {"policy", "state", "turn"} & own.keys():
+        policy = _of_policy(own, rule)
     return Saved._make([_usable(scale, rule), *others, parts, *policy])
 
 
 def _number(state: dict[str, Any], name: str) -> float:
     """Return one of torch's entries; a scale that cannot be used is replaced later."""
     low, whole = _TORCHS[name]
-    with suppress(KeyError, TypeError, ValueError, RuntimeError):
-        number = float(state[name])
-        if name == "scale" or (low < number < _MOST and not (whole and number % 1)):
+    value = state.get(name, "missing")
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan if isinstance(value, str | bool) else float(value)
+        if low < number < _MOST and not (whole and number % 1):
             return int(number) if whole else number
-    raise _damaged(name, state.get(name, "missing"))
+        if name == "scale" and not isinstance(value, str | bool):
+            return number
+    raise _damaged(name, value)
 
 
-def _of_policy(own: dict[str, Any], rule: Scale) -> tuple[Any, int]:
-    """Return the state of the policy and its turn; warn if it is of another policy."""
-    state, saved, turn = decode(own["state"]), own.get("policy"), own.get("turn", 0)
-    if not isinstance(saved, dict) or type(turn) is not int:
-        raise _damaged("policy", saved)
-    kind: Any = saved.get("kind")
+def _of_policy(own: dict[str, Any], rule: Scale) -> tuple[Any, Any, int]:
+    """Return the policy's name, its state if this scaler can use it, and its turn."""
+    for name in ("policy", "state"):
+        if not isinstance(own.get(name), dict):
+            raise _damaged(name, own.get(name, "missing"))
+    kind, turn, run = own["policy"].get("kind"), own.get("turn", 0), rule.run
     with suppress(BuoyError):  # a class that is not registered
-        kind = type(decode(saved)).__name__
-    run = rule.run
-    name = "torch's rule" if run is None else type(run.policy).__name__
-    if run is not None and kind == name and type(state) is type(run.state):
-        if not (SMALLEST <= state.scale <= FLOAT32_MAX and 0 <= turn < _MOST):
-            raise _damaged("state", own["state"])
-        return state, turn
-    warn(
-        f"The loaded state is of policy {kind!r}, this scaler follows {name!r}: only "
-        "the scale was taken over.",
-        BuoyWarning,
-    )
-    return None, 0
+        kind = type(decode(own["policy"])).__name__
+    if type(turn) is not int or not 0 <= turn < _MOST:
+        raise _damaged("turn", turn)
+    state = decode(own["state"])
+    if run is None or kind != type(run.policy).__name__:
+        return kind, None, 0
+    usual, found = asdict(run.policy.init()), asdict(state)
+    if {k for k in usual if usual[k] is None} != {k for k in found if found[k] is None}:
+        return kind, None, 0  # the same policy with other options
+    lowest = {"scale": SMALLEST, "clean_steps": 0}
+    for name, start in usual.items():
+        value: Any = found.get(name)
+        most = FLOAT32_MAX if type(start) is float else _MOST
+        number = isinstance(value, int | float)
+        fits = number and lowest.get(name, -most) <= value <= most
+        if isinstance(start, int | float) and not fits:
+            raise _damaged(name, value)
+    return kind, state, turn
 
 
 def _damaged(name: str, value: Any) -> StateError:
@@ -142,11 +153,18 @@ def load(saved: Saved, rule: Scale, hooks: Hooks) -> None:
     """Restore a state; without the entry `buoy`, only the scale."""
     hooks.load_state_dict(saved.parts)  # first: it may raise
     rule.growth_factor, rule.backoff_factor, rule.growth_interval = saved[1:4]
-    run = rule.run
+    run, state = rule.run, saved.state
+    name = "torch's rule" if run is None else type(run.policy).__name__
+    if state is None and (run is not None or saved.policy != name):
+        also = " with other options" if saved.policy == name else ""
+        warn(
+            f"The loaded state is of policy {saved.policy!r}{also}, this scaler "
+            f"follows {name!r}: only the scale was taken over.",
+            BuoyWarning,
+        )
     if run is None:
         rule.load(saved.scale, saved.clean_steps)
         return
-    state = saved.state
     if state is not None:
         rule.count_from(saved.turn)
     else:

@@ -117,10 +117,11 @@ class Hooks:
 
     def add(self, extension: Extension, *, first: bool = False) -> None:
         """Attach an extension, and restore its state if one was loaded before."""
+        if extension.key in self.unclaimed:
+            self._load({extension: extension.state_dict()}, self.unclaimed)
+            del self.unclaimed[extension.key]
         self.extensions.insert(0 if first else len(self.extensions), extension)
         self._collect()
-        if extension.key in self.unclaimed:
-            extension.load_state_dict(self.unclaimed.pop(extension.key))
 
     def remove(self, extension: Extension) -> None:
         """Detach an extension."""
@@ -143,15 +144,22 @@ class Hooks:
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Restore each extension, or none; keep the rest for those attached later."""
         before = {x: x.state_dict() for x in self.extensions if x.key in states}
-        try:
-            for one in before:
-                one.load_state_dict(states[one.key])
-        except Exception as error:
-            for one, state in before.items():
-                one.load_state_dict(state)
-            message = f"A part of the state is damaged, nothing was loaded: {error}"
-            raise StateError(message) from error
+        self._load(before, states)
         self.unclaimed = {k: v for k, v in states.items() if k not in self.by_key}
+
+    @staticmethod
+    def _load(before: dict[Extension, Any], states: dict[str, Any]) -> None:
+        """Restore extensions; if one raises, give all of them back what they had."""
+        for one in before:
+            try:
+                one.load_state_dict(states[one.key])
+            except Exception as error:
+                for each, state in before.items():
+                    each.load_state_dict(state)
+                raise StateError(
+                    f"The state of {one.key!r} is damaged, and nothing was loaded: "
+                    f"{error}. It is {states[one.key]!r:.120}."
+                ) from error
 
 
 def feature(name: str) -> ModuleType:

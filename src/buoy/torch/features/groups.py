@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.graph import graph_of
-from buoy._core.errors import CallOrderError, OptionError
+from buoy._core.errors import BuoyError, CallOrderError, OptionError
 from buoy.torch import errors
 from buoy.torch.hooks import Extension, feature
 from buoy.torch.iteration import Work, evidence_of
@@ -237,10 +237,11 @@ class Groups(_GroupBase):
 
     def add(self, name: str, made: Any) -> None:
         """Add a scale group; restore its state if one was loaded before."""
+        if name in self._waiting:
+            _load(name, made, self._waiting[name])
+            del self._waiting[name]
         self.members[name] = made
         self.origins.scalers.add(made)
-        if name in self._waiting:
-            made.load_state_dict(self._waiting.pop(name))
 
     def options(self) -> dict[str, Options]:
         """Return the scale groups' options, for a copy; raise in mid-iteration."""
@@ -252,9 +253,10 @@ class Groups(_GroupBase):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved states; keep those of scale groups that are created later."""
-        self._waiting = dict(state)
         for name in state.keys() & self.members.keys():
-            self.members[name].load_state_dict(self._waiting.pop(name))
+            _load(name, self.members[name], state[name])
+        later = state.keys() - self.members.keys()
+        self._waiting = {name: {**state[name]} for name in later}  # dicts, or it raises
 
     def update(self, scaler: Any, new_scale: float | torch.Tensor | None) -> None:
         """Update every scale that has findings; then advance the gated objects."""
@@ -273,6 +275,13 @@ class Groups(_GroupBase):
                     one._iteration.losses.clear()  # the scale groups have their own
                     one._iteration.report_through(learning)
                 ending.callback(one._update, idle=True)
+
+
+def _load(name: str, member: Any, state: Any) -> None:
+    try:
+        member.load_state_dict(state)
+    except BuoyError as error:
+        raise errors.StateError(f"Scale group {name!r}: {error}") from error
 
 
 def _works(scaler: Any) -> list[Work]:

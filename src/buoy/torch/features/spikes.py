@@ -7,6 +7,7 @@ gradients were finite: a spike says nothing about the scale.
 
 import weakref
 from dataclasses import astuple
+from math import isfinite
 from typing import Any
 
 import torch
@@ -98,5 +99,7 @@ class Spikes(Extension):
 
     def load_state_dict(self, state: list[list[float]]) -> None:
         """Restore them; the optimizers must first step in the same order."""
-        self._known = []
+        if not all(isfinite(number) for numbers in state for number in numbers):
+            raise ValueError("its numbers must be finite")
         self._states = [SpikeState(*numbers) for numbers in state]
+        self._known = []
