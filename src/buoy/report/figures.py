@@ -107,13 +107,15 @@ def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
 
 def loss_charts(runs: Sequence[Run], x_range: Any) -> dict[str, Any]:
     """Draw loss, norm and every further series, one chart each, all runs in it."""
-    made = {}
+    made, isfinite = {}, math.isfinite
     known: dict[str, list[tuple[int, Sequence[int], list[float | None]]]] = {}
     for index, run in enumerate(runs):
         steps = run.rows.step
         for name in ("loss", "norm"):
-            values = [_finite(value) for value in getattr(run.rows, name)]
-            if name not in run.series and any(value is not None for value in values):
+            if name in run.series:
+                continue
+            values = [v if isfinite(v) else None for v in getattr(run.rows, name)]
+            if any(value is not None for value in values):
                 known.setdefault(name, []).append((index, steps, values))
         for name in run.series:
             at, numbers = run.curve(name)

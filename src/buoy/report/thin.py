@@ -27,7 +27,9 @@ def thinned(values: Sequence[float | None], most: int = MOST) -> list[int]:
     for column in range(most):
         start, end = math.floor(column * width), math.floor((column + 1) * width)
         part = numbers[start:end]
-        fine = [value for value in part if math.isfinite(value)]
+        fine = part
+        if not math.isfinite(sum(part)):
+            fine = [value for value in part if math.isfinite(value)]
         if fine:
             chosen.add(known[start + part.index(min(fine))])
             chosen.add(known[start + part.index(max(fine))])

@@ -32,7 +32,7 @@ def replayable(recording: Recording) -> Trace:
             f"The trace {recording.path!r} holds no step yet. Wait for the run's first."
         )
         raise TraceError(message)
-    losses = _filled(map(_log2, rows.loss))
+    losses = _filled(_logs(rows.loss))
     limits = FORMATS.get(str(recording.meta.get("format")), FORMATS["fp16"])
     return Trace(
         amax_log2=_sizes(rows, recording),
@@ -46,8 +46,10 @@ def replayable(recording: Recording) -> Trace:
 
 
 def _sizes(rows: Rows, recording: Recording) -> "array[float]":
-    applied = zip(rows.amax, rows.applied, strict=True)
-    made = _filled(_log2(amax) if fine else math.nan for amax, fine in applied)
+    logs = _logs(rows.amax)
+    for step in rows.skipped:
+        logs[step] = math.nan
+    made = _filled(logs)
     if made is None:
         message = (
             f"The trace {recording.path!r} cannot be replayed: the size of the "
@@ -55,11 +57,12 @@ def _sizes(rows: Rows, recording: Recording) -> "array[float]":
         )
         raise TraceError(message)
     scale, limit = None, math.nan
-    for step, size in enumerate(made):
-        if rows.scale[step] != scale:
-            scale = rows.scale[step]
+    known = zip(made, rows.scale, rows.applied, strict=True)
+    for step, (size, here, applied) in enumerate(known):
+        if here != scale:
+            scale = here
             limit = recording.max_log2 - _finite_log2(scale)
-        if rows.applied[step]:
+        if applied:
             if size > limit:
                 made[step] = limit
         elif VERDICTS[rows.verdicts.get(step, Verdict.APPLIED)].grave:
@@ -81,9 +84,18 @@ def _log2(value: float) -> float:
     return -math.inf if size == 0.0 else size
 
 
-def _filled(values: Iterable[float]) -> "array[float] | None":
+def _logs(values: Iterable[float]) -> "array[float]":
+    try:
+        return array("d", map(math.log2, map(abs, values)))
+    except ValueError:  # some are 0
+        return array("d", map(_log2, values))
+
+
+def _filled(made: "array[float]") -> "array[float] | None":
     """Carry the last known value on, and the first known one back; NaN is unknown."""
-    made, isnan = array("d", values), math.isnan
+    isnan = math.isnan
+    if not any(map(isnan, made)):
+        return made
     last = next((value for value in made if not isnan(value)), None)
     if last is None:
         return None

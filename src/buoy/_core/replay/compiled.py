@@ -34,6 +34,8 @@ class _Symbol:
     def __init__(self, kind: str, *parts: Any) -> None:
         self.kind = kind
         self.parts = parts
+        inner = (part.inputs for part in parts if isinstance(part, _Symbol))
+        self.inputs: set[str] = {parts[0]} if kind == "input" else set().union(*inner)
 
     def __bool__(self) -> bool:
         raise TypeError("the rule branches on a value")
@@ -84,9 +86,13 @@ class _Tracing:
 
 
 class _Writer:
-    """Writes symbols as Python, those that are used more than once as variables."""
+    """Writes symbols as Python, those that are used more than once as variables.
 
-    def __init__(self, wanted: list[Any]) -> None:
+    What depends on the scale alone goes to `held`, if given: text to variable.
+    """
+
+    def __init__(self, wanted: list[Any], held: dict[str, str] | None) -> None:
+        self.held = held
         self.lines: list[str] = []
         self.names: dict[_Symbol, str] = {}
         self.uses: Counter[_Symbol] = Counter()
@@ -109,6 +115,8 @@ class _Writer:
         if value in self.names:
             return self.names[value]
         written = self._written(value)
+        if self.held is not None and value.inputs == {"s_scale"}:
+            return self.held.setdefault(written, f"k{len(self.held)}")
         if self.uses[value] == 1 and value.kind != "cast":
             return written
         return self._named(value, written)
@@ -133,11 +141,15 @@ class _Writer:
             return "single[0]"
         if value.kind == "log2":
             return f"(log2(x) if (x := {parts[0]}) > 0 else plain_log2(x))"
-        return f"(x // 1.0 if -inf < (x := {parts[0]}) < inf else x)"
+        # Of what is not finite, `//` makes NaN.
+        return f"(y if (y := (x := {parts[0]}) // 1.0) == y else x)"
 
 
 _LOOP = """
-def loop(state, sizes, losses, enter, small, starts, exponents, skipped):
+def loop(
+    state, sizes, losses, enter, small, starts, exponents, skipped,
+    *, inf=inf, log2=log2, single=single,
+):
     {state}, = state
     before, step = None, 0
     for step, amax in enumerate(sizes):
@@ -147,6 +159,7 @@ def loop(state, sizes, losses, enter, small, starts, exponents, skipped):
                 return None
             before = s_scale
             exponent, limit = enter(s_scale)
+            {entered}
             starts.append(step)
             exponents.append(exponent)
         if amax <= limit:
@@ -190,17 +203,25 @@ def compiled(
     amax, share = _Symbol("input", "scaled"), _Symbol("input", "share")
     ops, due = _Tracing(), MEASUREMENTS["underflow"]
 
-    def body(after: Any, indent: int) -> str:
-        return _body(state, after, indent)
+    held: dict[str, str] = {}
 
+    def update(seen: Seen, indent: int) -> str:
+        return _body(state, policy.update(state, seen, ops=ops), indent, held)
+
+    foresee = "pass"
+    if with_loss:
+        after = policy.foresee(state, _Symbol("input", "loss"), ops=ops)
+        foresee = _body(state, after, 8, None)
+    bodies = {
+        "measured": update(Seen(True, amax, share), 16),
+        "finite": update(Seen(True, amax), 16),
+        "overflow": update(Seen(False, math.inf), 12),
+    }
     source = _LOOP.format(
         state=", ".join(f"s_{name}" for name in names),
-        foresee=body(policy.foresee(state, _Symbol("input", "loss"), ops=ops), 8)
-        if with_loss
-        else "pass",
-        measured=body(policy.update(state, Seen(True, amax, share), ops=ops), 16),
-        finite=body(policy.update(state, Seen(True, amax), ops=ops), 16),
-        overflow=body(policy.update(state, Seen(False, math.inf), ops=ops), 12),
+        foresee=foresee,
+        entered="; ".join(f"{name} = {text}" for text, name in held.items()) or "pass",
+        **bodies,
         low=bounds.low,
         high=bounds.high,
         zero=zero_log2,
@@ -221,13 +242,13 @@ def compiled(
     return made
 
 
-def _body(before: Any, after: Any, indent: int) -> str:
+def _body(before: Any, after: Any, indent: int, held: dict[str, str] | None) -> str:
     """Return the statements that take one state to the next."""
     moved = {
         f"s_{field.name}": getattr(after, field.name)
         for field in fields(before)
         if getattr(after, field.name) is not getattr(before, field.name)
     }
-    writer = _Writer(list(moved.values()))
+    writer = _Writer(list(moved.values()), held)
     lines = [*writer.lines, f"{', '.join(moved)} = {', '.join(writer.texts)}"]
     return ("\n" + " " * indent).join(lines)

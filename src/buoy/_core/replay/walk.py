@@ -59,17 +59,24 @@ class Walk:
         The number is of the cuts at or before the stretch; `lost` are its steps that
         were skipped.
         """
-        lost = self.skipped
-        cut, gone = 0, 0
-        at = 0
+        lost, none = self.skipped, self.skipped[:0]
+        at, cut, gone = 0, 0, 0
+        next_cut = cuts[0] if cuts else self.steps
+        next_lost = lost[0] if lost else self.steps
         for _, end, exponent in self.runs():
             while at < end:
-                while cut < len(cuts) and cuts[cut] <= at:
+                while next_cut <= at:
                     cut += 1
-                stop = min(end, cuts[cut]) if cut < len(cuts) else end
-                until = bisect_left(lost, stop, gone)
-                yield at, stop, exponent, cut, lost[gone:until]
-                at, gone = stop, until
+                    next_cut = cuts[cut] if cut < len(cuts) else self.steps
+                stop = min(end, next_cut)
+                if next_lost >= stop:
+                    yield at, stop, exponent, cut, none
+                else:
+                    until = bisect_left(lost, stop, gone)
+                    yield at, stop, exponent, cut, lost[gone:until]
+                    gone = until
+                    next_lost = lost[gone] if gone < len(lost) else self.steps
+                at = stop
 
 
 def log2_of(scale: float) -> float:
