@@ -392,3 +392,16 @@ def test_one_parameter_listed_twice_is_refused():
     scaler.scale(param.sum()).backward()
     with pytest.raises(CallOrderError, match="listed twice"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("sync", ["auto", "never"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_sum_of_groups_onto_scaled_gradients_is_refused_at_its_first_use(fused, sync):
+    """They carry the scale, and nothing would divide them."""
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", sync=sync)
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(CallOrderError, match="wrong scale"):
+        scaler.backward({"one": param.sum()}, optimizer)
+    assert torch.equal(param, torch.ones(2))

@@ -373,3 +373,15 @@ def test_one_of_two_optimizers_without_gradients_is_not_stuck():
             scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
         scaler.update()
+
+
+@pytest.mark.parametrize("held", [lambda x: [x], lambda x: {"inside": (x,)}])
+def test_poison_inside_lists_and_dicts_of_an_optimizers_state_is_found(held):
+    """As optimizers with factored or quantized moments keep it."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param]["moments"] = held(torch.full((2,), torch.nan))
+    scaler = GradScaler("cpu")
+    scaler.scale(param.sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    assert scaler.last_step.verdict.value == "poisoned"

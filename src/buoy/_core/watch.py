@@ -82,9 +82,9 @@ class Stuck:
             )
         if self.zeros and self.scale <= MIN_SCALE:
             return (
-                "Nothing is learned. Overflows lowered the scale to this, and it rises "
-                "slowly. Find what overflowed, or return to an earlier checkpoint; "
-                "then set a higher scale."
+                "Nothing is learned. If overflows lowered the scale to this, find what "
+                "overflowed, or return to an earlier checkpoint. Then set a higher "
+                "scale, also if it is static."
             )
         if self.zeros:
             return (

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import Gathered, parameters_of
@@ -27,7 +28,7 @@ def _held(optimizer: Any) -> Iterator[torch.Tensor]:
     kept = getattr(optimizer, "state", None)
     for state in kept.values() if isinstance(kept, Mapping) else ():
         if isinstance(state, Mapping):
-            yield from filter(torch.is_tensor, state.values())
+            yield from filter(torch.is_tensor, tree_leaves(dict(state)))
 
 
 def _is_nonfinite(value: torch.Tensor) -> torch.Tensor | None:

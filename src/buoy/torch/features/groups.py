@@ -113,6 +113,7 @@ class Origins:
         self._may_read = scaler._options.sync != "never"
         self._left: dict[str, int] = defaultdict(lambda: _PROBES)
         self._from: Any = WeakTensorKeyDictionary()
+        self.late = scaler._iteration.scalings > 0  # losses were scaled before this
 
     def follow(self, name: str, loss: torch.Tensor) -> None:
         """Register a hook for the backward pass of this loss."""
@@ -151,8 +152,9 @@ class Origins:
 
     def still_in(self, params: Iterable[torch.Tensor]) -> set[str]:
         """Return the same, without gradients that were set to zero since."""
-        known = [param for param in params if self._from.get(param)]
-        return self.of(filter(_holds_something, known) if self._may_read else known)
+        known = [x for x in params if self._from.get(x, self.late)]
+        known = list(filter(_holds_something, known) if self._may_read else known)
+        return self.of(known) | ({""} if self.late and known else set())
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Clear the entries of gradients that are now unscaled."""
@@ -260,7 +262,7 @@ class Groups(_GroupBase):
 
     def update(self, scaler: Any, new_scale: float | torch.Tensor | None) -> None:
         """Update every scale that has findings; then advance the gated objects."""
-        family = [scaler, *self.members.values()]
+        self.origins.late, family = False, [scaler, *self.members.values()]
         busy = [one for one in family if _works(one) and one._rule.tensor is not None]
         learning = [one for one in busy if _learns(one)]
         if new_scale is None and not learning:
