@@ -12,12 +12,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import buoy
 from buoy import Headroom, Seen
 from buoy._core.ops import PLAIN
+from buoy._core.policies import headroom
 from buoy._core.step import MEASUREMENTS
 
 LIMIT, GONE, SMALL = math.log2(65504.0), -25.0, -20.0
@@ -70,6 +72,24 @@ def live(world: Sequence[Moment], start: int = 8, spread: float = 8.0) -> Lived:
 def settles(skips: list[int]) -> bool:
     """Eight skips at most; each further one 500 steps after the one before."""
     return all(b - a >= 500 for a, b in pairwise(skips[7:]))
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize(
+    "world",
+    [
+        [Moment(-30.0, -10.0)] * 2000,
+        [Moment(-30.0 + 13 * (t % 2)) for t in range(2000)],
+    ],
+    ids=["hidden", "alternating"],
+)
+def test_worlds_settle_only_because_the_ceiling_holds(world, holds, monkeypatch):
+    """The check below notices a rule whose ceiling never holds."""
+    if not holds:
+        monkeypatch.setattr(headroom, "LEAST", 1.0)
+        monkeypatch.setattr(headroom, "MOST", 1.0)
+
+    assert settles(live(world).skips) == holds
 
 
 starts = st.integers(-24, 64)
