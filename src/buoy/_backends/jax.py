@@ -17,9 +17,9 @@ from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Precision, Scalar
 from buoy._core.policies.registry import CLASSES
 from buoy._core.state import Seen
-from buoy._core.step import SMALL
+from buoy._core.step import BLOCK, SMALL, sample_stride
 
-__all__ = ["MEASURE", "lift", "look", "ops", "register", "values_of"]
+__all__ = ["MEASURE", "count_small", "lift", "look", "ops", "register", "values_of"]
 
 
 class _Jax:
@@ -132,16 +132,32 @@ def look(grads: Sequence[Any], inverse: jax.Array) -> Found:
     )
 
 
+def count_small(
+    grad: jax.Array, limit: jax.Array, stride: int
+) -> tuple[jax.Array, jax.Array]:
+    """Count a gradient's nonzero elements, those below `limit` and all; float32 [].
+
+    Of a sample, see `sample_stride`; not by slices, which would move shards.
+    """
+    size = jnp.abs(grad)
+    there = size != 0
+    if stride > 1:
+        place = jnp.zeros(grad.shape, jnp.uint32)
+        for axis, length in enumerate(grad.shape):
+            along = jax.lax.broadcasted_iota(jnp.uint32, grad.shape, axis)
+            place = place * length + along
+        there &= place % (BLOCK * stride) < BLOCK
+    below = there & (size.astype(jnp.float32) < limit)
+    return jnp.sum(below, dtype=jnp.float32), jnp.sum(there, dtype=jnp.float32)
+
+
 def _underflow(grads: Sequence[Any], lowered: jax.Array) -> jax.Array:
     """Return the share of the nonzero gradients that is small.  float32 []."""
-    small = nonzero = jnp.zeros((), jnp.float32)
-    for grad in grads:
-        size = jnp.abs(values_of(grad)).astype(jnp.float32)
-        there = size > 0
-        below = there & (size < SMALL / lowered)
-        small = small + jnp.sum(below, dtype=jnp.float32)
-        nonzero = nonzero + jnp.sum(there, dtype=jnp.float32)
-    return small / nonzero
+    arrays = [values_of(grad) for grad in grads]
+    stride = sample_stride(sum(map(jnp.size, arrays)))
+    counts = [count_small(array, SMALL / lowered, stride) for array in arrays]
+    totals: jax.Array = jnp.sum(jnp.asarray(counts), axis=0)
+    return totals[0] / totals[1]
 
 
 MEASURE = {"underflow": _underflow}  # besides "amax_log2", which `look` takes

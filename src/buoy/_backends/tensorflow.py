@@ -17,7 +17,7 @@ from buoy._core.advance import Found
 from buoy._core.errors import PolicyError
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
-from buoy._core.step import SMALL
+from buoy._core.step import BLOCK, SMALL, sample_stride
 
 __all__ = ["MEASURE", "check_precision", "lift", "look", "ops", "values_of"]
 
@@ -133,9 +133,13 @@ def _largest(grad: tf.Tensor) -> tf.Tensor:
 def _underflow(grads: Sequence[Any], lowered: tf.Tensor) -> tf.Tensor:
     """Return the share of the nonzero gradients that is small.  float32 []."""
     small = nonzero = tf.constant(0.0)
-    for grad in grads:
-        size = tf.abs(tf.cast(values_of(grad), tf.float32))
+    values = [values_of(grad) for grad in grads]
+    stride = sample_stride(sum(v.shape.num_elements() or 0 for v in values))
+    for value in values:
+        size = tf.abs(tf.cast(tf.reshape(value, [-1]), tf.float32))
         there = size > 0.0
+        if stride > 1:
+            there &= tf.range(tf.size(size)) % (BLOCK * stride) < BLOCK
         below = there & (size < SMALL / lowered)
         small += tf.reduce_sum(tf.cast(below, tf.float32))
         nonzero += tf.reduce_sum(tf.cast(there, tf.float32))

@@ -4,6 +4,7 @@ It works on single numbers.  The same functions run on Python floats, NumPy scal
 torch tensors and JAX tracers; each backend has its `Ops`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from buoy._core.state import Seen
 from buoy._core.verdicts import Verdict
 
 __all__ = [
+    "BLOCK",
     "CLIP_EPSILON",
     "MEASUREMENTS",
+    "SAMPLE",
     "SMALL",
     "SMALL_LOG2",
     "Decision",
@@ -25,10 +28,13 @@ __all__ = [
     "clip_factor",
     "decide",
     "is_applied",
+    "sample_stride",
 ]
 
 SMALL_LOG2 = -20.0
 SMALL = 2.0**SMALL_LOG2  # scaled gradients below it count in `Seen.underflow`
+SAMPLE = 2**19  # gradients to look at, about, for that count
+BLOCK = 64  # neighbours of a tensor that are looked at together
 CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
@@ -58,10 +64,27 @@ MEASUREMENTS = {
     measurement.name: measurement
     for measurement in (
         Measurement("amax_log2"),
-        # Counting small gradients costs a separate pass.
+        # Counting small gradients costs a separate pass over a sample of them.
         Measurement("underflow", every=16, phase=15),
     )
 }
+
+
+def sample_stride(count: int) -> int:
+    """Return which part of `count` gradients is searched for small ones, as 1 / part.
+
+    Every front end looks at the same elements: of each flattened tensor the first 64
+    in every 64 x stride.  The stride has no factor 2 or 3, so that the blocks reach
+    all columns of a matrix whose width is 64 times a product of them.
+
+    Example:
+        >>> [sample_stride(count) for count in (0, 2**19, 2**20, 30_000_000)]
+        [1, 1, 5, 59]
+    """
+    stride = max(1, -(-count // SAMPLE))
+    while math.gcd(stride, 6) > 1:
+        stride += 1
+    return stride
 
 
 class Decision(NamedTuple):

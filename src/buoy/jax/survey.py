@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from buoy._backends.jax import count_small
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.step import MEASUREMENTS, SMALL, bounded_norm
+from buoy._core.step import MEASUREMENTS, SMALL, bounded_norm, sample_stride
 from buoy.jax.agree import largest, total
 from buoy.jax.leaves import is_narrow, real_of
 
@@ -137,12 +138,11 @@ def measure(
 def _underflow(leaves: Sequence[Any], lowered: jax.Array) -> jax.Array:
     """Return the share of the nonzero gradients that is small.  float32 []."""
     small = nonzero = jnp.zeros((), jnp.float32)
+    stride = sample_stride(sum(map(jnp.size, leaves)))
     for leaf in leaves:
-        size = jnp.abs(leaf)
-        there = size != 0
-        near = there & (size.astype(jnp.float32) < SMALL / lowered)
-        small = small + total(jnp.sum(near, dtype=jnp.float32))
-        nonzero = nonzero + total(jnp.sum(there, dtype=jnp.float32))
+        below, there = count_small(leaf, SMALL / lowered, stride)
+        small = small + total(below)
+        nonzero = nonzero + total(there)
     return small / nonzero
 
 

@@ -29,6 +29,7 @@ from buoy._backends.torch.gradients import (
     parameters_of,
     take_survey,
 )
+from buoy._backends.torch.measure import MEASURE
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.rank_norms import RankGradients
 from buoy._core.step import MEASUREMENTS, clip_factor
@@ -83,9 +84,9 @@ class Surveyor:
         work.amax = survey.amax
         if gathered.grads and due:
             work.measured = {
-                name: backend.MEASURE[name](gathered.buckets, inverse.device)
+                name: MEASURE[name](gathered.buckets, inverse.device)
                 for name in due
-                if name in backend.MEASURE
+                if name in MEASURE
             }
             if survey.amax is not None:
                 work.measured["amax_log2"] = survey.amax

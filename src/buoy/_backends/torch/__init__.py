@@ -7,16 +7,13 @@ bit-identical results.
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
-from buoy._core.step import SMALL
 
 __all__ = [
-    "MEASURE",
     "HostView",
     "NoGrad",
     "amax",
@@ -368,23 +365,3 @@ def narrowed(norm: torch.Tensor) -> torch.Tensor:
     """Return a float64 norm in float32, unless the host sees that it does not fit."""
     small = norm.float()
     return norm if host_value(small) == math.inf else small
-
-
-def _underflow(buckets: Sequence[Any], home: torch.device) -> torch.Tensor:
-    """Return the share of the nonzero gradients below `SMALL`; NaN if all are 0."""
-    small, nonzero = [], []
-    for _, _, grads in buckets:
-        for grad in grads:
-            there = torch.count_nonzero(grad)
-            below = torch.count_nonzero(grad.abs() < SMALL)
-            zeros = grad.numel() - there  # `below` includes them
-            small.append((below - zeros).to(home, non_blocking=True))
-            nonzero.append(there.to(home, non_blocking=True))
-    return torch.stack(small).sum().float() / torch.stack(nonzero).sum().float()
-
-
-# Measurements for policies, except `amax_log2`, which comes with the check: functions
-# from buckets of (device, dtype, gradients) to a float32 [] on a device.
-MEASURE: dict[str, Callable[[Sequence[Any], torch.device], torch.Tensor]] = {
-    "underflow": _underflow,
-}

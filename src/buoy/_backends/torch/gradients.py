@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from buoy._backends import torch as backend
+from buoy._backends.torch import measure
 from buoy._core.errors import OptionError
 from buoy._core.step import bounded_norm
 
@@ -226,10 +227,7 @@ def take_survey(
         return _largest(gathered, inverse)
     if order is None:
         return Survey(_check(gathered, inverse, safe=safe))
-    survey = _measure(gathered, order, inverse)
-    if amax:
-        survey = survey._replace(amax=_largest(gathered, inverse).amax)
-    return survey
+    return _measure(gathered, order, inverse, amax=amax)
 
 
 def _check(gathered: Gathered, inverse: torch.Tensor, *, safe: bool) -> torch.Tensor:
@@ -264,20 +262,24 @@ def _check_on_cpu(bucket: Bucket) -> torch.Tensor:
     return flag
 
 
-def _measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
+def _measure(
+    gathered: Gathered, order: float, inverse: torch.Tensor, *, amax: bool
+) -> Survey:
     """Compute the norm of all gradients, and derive the check from it."""
     home = inverse.device
     at_home = gathered.plain and gathered.buckets[0].device == home
     if at_home and backend.in_host_memory(inverse):
-        return _measure_on_host(gathered.grads, order, inverse)
+        return _measure_on_host(gathered.grads, order, inverse, amax=amax)
     parts: dict[tuple[torch.device, torch.dtype], Iterator[torch.Tensor]] = {}
-    totals, sizes = [], []
+    totals, sizes, tops = [], [], []
     for device, dtype, grads in gathered.buckets:
-        some = backend.norms(grads, order)
+        some, top = measure.norms(grads, order, amax=amax)
         total = torch.linalg.vector_norm(torch.stack(some), order)
-        total, biggest = _settled(grads, order, total)
+        total, biggest = _settled(grads, order, total, top)
         totals.append(total.to(home, non_blocking=True))
         sizes.append(biggest.to(home, non_blocking=True))
+        if top is not None:
+            tops.append(top.to(home, non_blocking=True))
         parts[device, dtype] = iter(some)
     norm = totals[0]
     if len(totals) > 1:
@@ -285,15 +287,17 @@ def _measure(gathered: Gathered, order: float, inverse: torch.Tensor) -> Survey:
     found = _overflows(sizes, inverse)
     # Not by `id`: torch.compile would recompile for every gradient.
     each = tuple(next(parts[grad.device, grad.dtype]) for grad in gathered.grads)
-    return Survey(found, norm, each)
+    return Survey(found, norm, each, torch.stack(tops).max().float() if tops else None)
 
 
 def _measure_on_host(
-    grads: list[torch.Tensor], order: float, inverse: torch.Tensor
+    grads: list[torch.Tensor], order: float, inverse: torch.Tensor, *, amax: bool
 ) -> Survey:
     """Do the same for float32 in host memory, where reading the check is free."""
-    parts = torch.stack(backend.norms(grads, order))
-    norm, biggest = _settled(grads, order, torch.linalg.vector_norm(parts, order))
+    some, top = measure.norms(grads, order, amax=amax)
+    parts = torch.stack(some)
+    total = torch.linalg.vector_norm(parts, order)
+    norm, biggest = _settled(grads, order, total, top)
     size = backend.host_value(biggest)
     if size is None:
         found = _overflows([biggest], inverse)
@@ -301,37 +305,32 @@ def _measure_on_host(
         times = size * backend.read_host_memory(inverse)  # NaN, for 0 * inf, misfits
         fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
         found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
-    return Survey(found, norm, parts)
+    return Survey(found, norm, parts, top)
 
 
 def _settled(
-    grads: list[torch.Tensor], order: float, total: torch.Tensor
+    grads: measure.Grads, order: float, total: torch.Tensor, top: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the exact total, and a number that is finite iff all elements are.
 
     A finite total proves that every element is finite.  A non-finite total may come
-    from an overflow in the sum of powers: then the largest element decides.
+    from an overflow in the sum of powers: then the largest element, `top`, decides.
     """
     if order == math.inf:
         return total, total
-    if order <= 0.0:  # such a norm may be finite though an element is not
-        return total, _biggest(grads)
     seen = backend.host_value(total)
+    if seen is not None and math.isfinite(seen) and order > 0.0:
+        return total, total
+    biggest = measure.biggest(grads) if top is None else top
+    if order <= 0.0:  # such a norm may be finite though an element is not
+        return total, biggest
     if seen is not None:
-        if math.isfinite(seen):
-            return total, total
-        return backend.exact_norm(grads, order), _biggest(grads)
-    biggest = _biggest(grads)
+        return backend.exact_norm(grads, order), biggest
     # If only the sum overflows, use an upper bound of the norm: the step is clipped
     # harder than necessary, but not skipped.  In float64, as it may fit once unscaled.
     wide = biggest if biggest.is_mps else biggest.double()
     bound = bounded_norm(wide, sum(map(_numel, grads)), order)
     return torch.where(backend.nonfinite(total), bound, total), biggest
-
-
-def _biggest(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude, in float32 or wider; inf and NaN propagate."""
-    return torch.stack(backend.norms(grads, math.inf)).max()
 
 
 def _overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
@@ -349,7 +348,7 @@ def _overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor
 def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
     """Measure the largest magnitude, and derive the check from it."""
     sizes = [
-        _biggest(grads).to(inverse.device, non_blocking=True)
+        measure.biggest(grads).to(inverse.device, non_blocking=True)
         for _, _, grads in gathered.buckets
     ]
     found = _overflows(sizes, inverse)

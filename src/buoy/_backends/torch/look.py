@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from buoy._backends.torch import magnitude
+from buoy._backends.torch.measure import small_share
 from buoy._core.advance import Found
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.step import SMALL
@@ -37,14 +38,8 @@ def look(grads: Sequence[Any], inverse: torch.Tensor) -> Found:
 
 def _underflow(grads: Sequence[Any], lowered: torch.Tensor) -> torch.Tensor:
     """Return the share of the nonzero gradients that is small.  float32 []."""
-    small, nonzero = [], []
-    for grad in grads:
-        size = values_of(grad).abs().float()
-        there = torch.count_nonzero(size)
-        below = torch.count_nonzero(size < SMALL / lowered)
-        small.append(below - (size.numel() - there))  # `below` includes the zeros
-        nonzero.append(there)
-    return torch.stack(small).sum().float() / torch.stack(nonzero).sum().float()
+    wide = [values_of(grad).float() for grad in grads]
+    return small_share([wide], lowered.device, SMALL / lowered)
 
 
 MEASURE = {"underflow": _underflow}  # besides "amax_log2", which `look` takes

@@ -12,6 +12,7 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import Gathered, gather, multiply_, take_survey
+from buoy._backends.torch.measure import MEASURE
 from buoy._core.errors import DeviceModeError
 from buoy._core.step import MEASUREMENTS, clip_factor
 from buoy.torch import errors
@@ -144,7 +145,7 @@ def _look(
     survey = take_survey(gathered, inverse, order=order, amax=True)
     measured: dict[str, Any] = {}
     for name in rule.wants & MEASUREMENTS.keys():
-        take, due = backend.MEASURE.get(name), MEASUREMENTS[name].due(turn)
+        take, due = MEASURE.get(name), MEASUREMENTS[name].due(turn)
         value: Any = take(gathered.buckets, inverse.device) if take else survey.amax
         measured[name] = value if due is True else torch.where(due, value, torch.nan)
     norm = None if survey.norm is None else (survey.norm * inverse).float()

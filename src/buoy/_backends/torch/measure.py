@@ -1,0 +1,101 @@
+"""Measurements of gradients: the largest magnitude, the norms, and for policies.
+
+What the check does not need is measured on a sample of the elements.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from buoy._backends import torch as backend
+from buoy._core.step import BLOCK, SMALL, sample_stride
+
+__all__ = ["MEASURE", "Grads", "biggest", "norms", "sampled", "small_share"]
+
+Grads = list[torch.Tensor]
+
+
+def biggest(grads: Grads) -> torch.Tensor:
+    """Return the largest magnitude, in float32 or wider; inf and NaN propagate."""
+    if grads[0].is_cpu:
+        return _farthest([torch.aminmax(grad) for grad in grads if grad.numel()])
+    return torch.stack(backend.norms(grads, math.inf)).max()
+
+
+def _farthest(ends: list[Any]) -> torch.Tensor:
+    """Return the largest magnitude, from each gradient's two ends on a CPU."""
+    if not ends:
+        return torch.zeros((), dtype=torch.float32)
+    top = torch.stack([end for pair in ends for end in pair]).abs().max()
+    return top.to(torch.promote_types(top.dtype, torch.float32))
+
+
+def norms(
+    grads: Grads, order: float, *, amax: bool
+) -> tuple[Grads, torch.Tensor | None]:
+    """Return each gradient's norm, and with `amax` the largest magnitude of all.
+
+    On a CPU both of one gradient are taken before the next: the second read is from
+    the cache, and costs half as much.
+    """
+    if not amax or order == math.inf or not grads[0].is_cpu:
+        parts = backend.norms(grads, order)
+        if not amax:
+            return parts, None
+        return parts, torch.stack(parts).max() if order == math.inf else biggest(grads)
+    dtype = torch.float32 if grads[0].itemsize < 4 else None
+    parts, ends = [], []
+    for grad in grads:
+        parts.append(torch.linalg.vector_norm(grad, order, dtype=dtype))
+        if grad.numel():
+            ends.append(torch.aminmax(grad))
+    return parts, _farthest(ends)
+
+
+def sampled(grad: torch.Tensor, stride: int) -> list[torch.Tensor]:
+    """Return the elements of a gradient that are looked at; see `sample_stride`."""
+    flat = grad.reshape(-1)
+    if stride == 1:
+        return [flat]
+    period = BLOCK * stride
+    rest = flat.numel() % period
+    found = [flat[flat.numel() - rest :]] if rest < BLOCK else []
+    if flat.numel() >= BLOCK:
+        found.append(flat.unfold(0, BLOCK, period).reshape(-1))
+    return found
+
+
+def small_share(
+    groups: Sequence[Sequence[torch.Tensor]],
+    home: torch.device,
+    limit: float | torch.Tensor = SMALL,
+) -> torch.Tensor:
+    """Return the share of the nonzero gradients below `limit`; NaN if all are 0.
+
+    The gradients of a group are of one device and dtype.  The sample is small, so it
+    is copied, and counted at once.
+    """
+    stride = sample_stride(sum(grad.numel() for group in groups for grad in group))
+    small, nonzero = [], []
+    for group in groups:
+        sizes = torch.cat([part for grad in group for part in sampled(grad, stride)])
+        sizes = sizes.abs()
+        there = torch.count_nonzero(sizes)
+        below = torch.count_nonzero(sizes < limit)
+        zeros = sizes.numel() - there  # `below` includes them
+        small.append((below - zeros).to(home, non_blocking=True))
+        nonzero.append(there.to(home, non_blocking=True))
+    return torch.stack(small).sum().float() / torch.stack(nonzero).sum().float()
+
+
+def _underflow(buckets: Iterable[Any], home: torch.device) -> torch.Tensor:
+    return small_share([bucket.grads for bucket in buckets], home)
+
+
+# Besides `amax_log2`, which comes with the check: functions from buckets of (device,
+# dtype, gradients) to a float32 [] on a device.
+MEASURE: dict[str, Callable[[Sequence[Any], torch.device], torch.Tensor]] = {
+    "underflow": _underflow,
+}
