@@ -1,4 +1,4 @@
-"""Draw docs/_static/drift.svg: the scale of two policies while the gradients shrink.
+"""Draw docs/_static/drift.svg and rivals.svg: scales of policies over one trace.
 
     python tools/pictures/drift.py
 
@@ -12,16 +12,38 @@ from svg import HEIGHT, WIDTH, label, shape, write
 
 import buoy
 
+FOLDER = Path(__file__).parents[2] / "docs/_static"
 LEFT, TOP, BOTTOM = 64, 44, 46
 LOW, HIGH = 0.0, 48.0
-COLOURS = {"torch": "#b35900", "headroom": "#0b6bcb"}
+COLOURS = {
+    "torch": "#b35900",
+    "megatron": "#7a3fb0",
+    "fairseq": "#2a7d2a",
+    "headroom": "#0b6bcb",
+}
+DASHES = {"torch": "6 3", "megatron": "2 3", "fairseq": "9 3 2 3", "headroom": ""}
 
 
 def main() -> None:
-    """Replay both policies and write the picture."""
+    """Draw both pictures."""
+    title = "Loss scale over 4000 steps while the gradients shrink by 2^20"
+    places = {"torch": (3990, 13.0), "headroom": (3990, 23.5)}
+    draw("drift", "drift_down", places, title, (700, 40))
+    title = "Loss scale over 4000 steps while the gradients jump between ten levels"
+    lines = dict(zip(COLOURS, (46.0, 43.0, 40.0, 37.0), strict=True))
+    draw("rivals", "jumps", {n: (3990, y) for n, y in lines.items()}, title, (250, 40))
+
+
+def draw(
+    name: str,
+    kind: str,
+    places: dict[str, tuple[float, float]],
+    title: str,
+    overflow: tuple[float, float],
+) -> None:
+    """Replay the policies of `places`, where their labels go, and write the picture."""
     steps = 4000
-    trace = buoy.trace.synthetic("drift_down", steps=steps, seed=0)
-    results = buoy.replay(trace, list(COLOURS))
+    trace = buoy.trace.synthetic(kind, steps=steps, seed=0)
 
     def x(step: float) -> float:
         return LEFT + step / steps * (WIDTH - LEFT - 20)
@@ -41,21 +63,22 @@ def main() -> None:
         label(x(step), HEIGHT - BOTTOM + 18, str(step), "middle")
         for step in range(0, steps + 1, 1000)
     ]
-    for result, dash in zip(results, ("6 3", ""), strict=True):
+    for result in buoy.replay(trace, list(places)):
         lost = 100 * (result.weight_underflow or 0.0)
         runs = [edge for run in result.scales() for edge in (run[:1], run[1:2])]
         heights = [run[2] for run in result.scales() for _ in range(2)]
         points = [(x(*run), y(h)) for run, h in zip(runs, heights, strict=True)]
         colour = COLOURS[result.name]
-        style = f'stroke="{colour}" stroke-width="2.5" fill="none"'
-        parts.append(shape("polyline", points, f'{style} stroke-dasharray="{dash}"'))
+        style = f'stroke="{colour}" stroke-width="2.2" fill="none"'
+        dash = f'stroke-dasharray="{DASHES[result.name]}"'
+        parts.append(shape("polyline", points, f"{style} {dash}"))
         text = f"{result.name}: {result.skipped} skipped, {lost:.2g} % lost to zero"
-        below = points[-1][1] + (22 if result.name == "torch" else 70)
-        parts.append(label(x(steps) - 6, below, text, "end", colour))
-    parts.append(label(x(700), y(40), "overflow", "middle", "#c22"))
-    title = "Loss scale over 4000 steps while the gradients shrink by 2^20"
+        step, height = places[result.name]
+        parts.append(label(x(step), y(height), text, "end", colour))
+        print(f"{name}: {text}")
+    parts.append(label(x(overflow[0]), y(overflow[1]), "overflow", "middle", "#c22"))
     parts.append(label(LEFT, 22, title, "start"))
-    write(Path(__file__).parents[2] / "docs/_static/drift.svg", parts)
+    write(FOLDER / f"{name}.svg", parts)
 
 
 if __name__ == "__main__":

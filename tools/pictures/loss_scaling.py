@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "benchmarks/headroom/traces/fresh_gpt_wide.json.gz"
 ZERO, NORMAL, TOP = -25, -14, 16  # log2: rounds to 0, has all digits, is infinite
 LOW, HIGH = -52, 26
-LEFT, RIGHT, HEIGHT, GAP = 20, 740, 88, 158
+LEFT, RIGHT, HEIGHT, GAP = 20, 740, 88, 156
 BANDS = [
     (LOW, ZERO, "#d33", 0.16, "becomes 0"),
     (ZERO, NORMAL, "#e90", 0.16, "loses digits"),
@@ -67,7 +67,7 @@ def main() -> None:
     shift = TOP - 1 - top
     parts = []
     for place, by in enumerate((0, shift)):
-        base = 138 + place * GAP
+        base = 152 + place * GAP
         lost = share(counts, low + by, ZERO)
         weak = share(counts, low + by, NORMAL) - lost
         name = f"loss times 2^{by}" if by else "loss as it is"
@@ -76,7 +76,7 @@ def main() -> None:
         parts.append(label(LEFT, base - HEIGHT - 22, said, "start", "#333"))
         parts += panel(counts, low, by, base)
     title = "Gradients of a small GPT on FP16's number line"
-    parts.append(label(LEFT, 22, title, "start", "#111"))
+    parts.append(label(LEFT, 18, title, "start", "#111"))
     write(ROOT / "docs/_static/loss_scaling.svg", parts)
 
 
