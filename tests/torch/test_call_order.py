@@ -14,6 +14,8 @@ CALLS = [
     "other step", "other unscale",
 ]  # fmt: skip
 
+REFUSED = ("found other gradients", "No loss was scaled since")
+
 
 class Run:
     """One scaler with two models, driven by names of calls."""
@@ -74,8 +76,9 @@ def test_any_order_of_calls_ends_as_with_torch(optimizer, calls):
     stock = Run(torch.amp.GradScaler, optimizer)
     for name in calls:
         mine, theirs = ours.call(name), stock.call(name)
-        if isinstance(mine, CallOrderError) and "found other gradients" in str(mine):
-            # Torch steps, with what a later backward pass has added times the scale.
+        if isinstance(mine, CallOrderError) and any(x in str(mine) for x in REFUSED):
+            # Torch steps, with what a later backward pass has added times the scale,
+            # or by gradients that an earlier scale has multiplied.
             assert "step" in name
             return
         if isinstance(theirs, AttributeError):

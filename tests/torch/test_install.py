@@ -1,5 +1,6 @@
-"""`install`: Buoy's scaler under torch's names, with torch's arguments."""
+"""`buoy.torch.install`, and `ShardedGradScaler`: torch's names and arguments."""
 
+import inspect
 import pickle
 import sys
 import types
@@ -8,8 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import sharded_grad_scaler
 
-from buoy.integrations.install import install
-from buoy.torch import GradScaler
+from buoy.torch import GradScaler, ShardedGradScaler, install
 
 TORCHS = torch.amp.GradScaler
 SHARDED = sharded_grad_scaler.ShardedGradScaler
@@ -40,6 +40,26 @@ def test_a_disabled_scaler_stays_disabled():
         scaler = torch.amp.GradScaler("cpu", enabled=False)
     assert not scaler.is_enabled()
     assert scaler.scale(torch.ones(())) == 1.0
+
+
+def test_it_is_managed_unless_said_otherwise():
+    """The library calls `update` as often as it wants."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with install():
+        scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.update()
+    assert scaler.last_step.applied
+
+
+def test_without_host_reads_it_is_not_managed():
+    """`managed` reads the device, `sync="never"` does not."""
+    with install(sync="never"):
+        scaler = torch.amp.GradScaler("cpu")
+    assert not scaler._options.managed
 
 
 def test_undo_restores_every_name_also_those_imported_since(monkeypatch):
@@ -90,10 +110,20 @@ def test_a_scaler_can_be_pickled_while_installed():
     assert copied.get_scale() == 8.0
 
 
+def test_the_sharded_scaler_has_torchs_signature():
+    """Names, order and defaults; without `process_group` all ranks agree in both."""
+    theirs = list(inspect.signature(SHARDED).parameters.values())
+    ours = list(inspect.signature(ShardedGradScaler).parameters.values())
+    assert [p.name for p in theirs] == [p.name for p in ours[: len(theirs)]]
+    before = len(theirs) - 1
+    assert [p.default for p in theirs[:before]] == [p.default for p in ours[:before]]
+
+
 def test_the_sharded_scaler_is_installed_with_its_order_of_arguments():
     """The third is `backoff_factor`."""
     with install():
         scaler = sharded_grad_scaler.ShardedGradScaler("cpu", 8.0, 0.25, 4.0)
         assert isinstance(scaler, torch.amp.GradScaler)
-    assert isinstance(scaler, GradScaler)
+    assert isinstance(scaler, ShardedGradScaler)
     assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 4.0)
+    assert ShardedGradScaler("cpu", 8.0, 0.25).get_backoff_factor() == 0.25

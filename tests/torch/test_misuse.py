@@ -136,9 +136,11 @@ def test_a_model_moved_after_its_optimizer_was_built_is_noticed():
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
     scaler.update()
+    scaler.scale(loss_of(model, 1)).backward()
     with pytest.warns(BuoyWarning, match="moved"):
         scaler.step(optimizer)
     scaler.update()
+    scaler.scale(loss_of(model, 2)).backward()
     scaler.step(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Put Buoy's scaler under torch's names: `install`.
+"""`buoy.torch.install`: Buoy's scaler under torch's names.
 
 For training libraries that create their own scaler.  Each class of torch is replaced
 under every name by which a loaded module holds it; modules that are imported later
@@ -22,7 +22,7 @@ from buoy._core.policies.policy import Policy
 from buoy.torch import GradScaler
 from buoy.trace.record import Recorder
 
-__all__ = ["Installation", "install"]
+__all__ = ["Installation", "ShardedGradScaler", "install"]
 
 _TRACED = 4  # scalers of one program that are recorded
 _OF_TORCHS_RULE = {
@@ -82,6 +82,7 @@ class Installation:
                 self.replaces({k: v for k, v in own.items() if v != _OF_TORCHS_RULE[k]})
             given["policy"] = self.policy
         given |= self.options
+        given.setdefault("managed", given.get("sync") != "never")
         trace, number = given.get("trace"), len(self.scalers)
         if isinstance(trace, (str, Path)) and number:
             path = Path(trace)
@@ -113,7 +114,7 @@ def install(policy: str | Policy | None = None, **options: Any) -> Installation:
         policy: a policy or its name; the library's own numbers (`init_scale`, ...) are
             then not used.  None: torch's rule, with the library's numbers.
         options: further arguments of `GradScaler`.  They take precedence over those of
-            the library.
+            the library.  `managed` is True unless it is given, or `sync="never"` is.
 
     Example:
         >>> with install(growth_interval=100) as installed:
@@ -124,8 +125,18 @@ def install(policy: str | Policy | None = None, **options: Any) -> Installation:
     return Installation(policy, options).apply()
 
 
-class _Sharded(GradScaler):
-    """The arguments of FSDP's scaler, in its order; all ranks agree in ours anyway."""
+class ShardedGradScaler(GradScaler):
+    """`GradScaler` with the arguments of `torch.distributed.fsdp`'s ShardedGradScaler.
+
+    Every `GradScaler` of Buoy makes all ranks agree; this one only takes torch's
+    arguments in torch's order, `backoff_factor` before `growth_factor`.  Others are
+    keyword-only, and are those of `GradScaler`.
+
+    Example:
+        >>> scaler = ShardedGradScaler("cpu", 2.0**10, 0.25)
+        >>> scaler.get_backoff_factor()
+        0.25
+    """
 
     def __init__(
         self,
@@ -140,7 +151,7 @@ class _Sharded(GradScaler):
     ) -> None:
         factors = growth_factor, backoff_factor, growth_interval, enabled
         options = {"process_group": process_group, **options}
-        # Not `super()`: between them is the class that replaces torch.amp's.
+        # Not `super()`: `install` puts a class between them.
         GradScaler.__init__(self, device, init_scale, *factors, **options)
         self.process_group = process_group
 
@@ -171,7 +182,7 @@ def _classes(chosen: Installation) -> list[tuple[type, type]]:
         from torch.distributed.fsdp import sharded_grad_scaler  # noqa: PLC0415
 
         sharded = sharded_grad_scaler.ShardedGradScaler
-        found.append((sharded, _like(sharded, (_Sharded, amp), chosen)))
+        found.append((sharded, _like(sharded, (ShardedGradScaler, amp), chosen)))
     return found
 
 
@@ -185,7 +196,8 @@ def _like(
 
     `device` is set for the deprecated classes, which do not take it.
     """
-    begin: Any = _Sharded.__init__ if _Sharded in bases else GradScaler.__init__
+    own = ShardedGradScaler if ShardedGradScaler in bases else GradScaler
+    begin: Any = own.__init__
     signature = inspect.signature(begin)
 
     @wraps(begin)
@@ -206,7 +218,7 @@ def _like(
 
     def _configure(self: GradScaler, name: str, value: Any) -> None:
         if chosen.policy is None:
-            GradScaler._configure(self, name, value)  # noqa: SLF001
+            GradScaler._configure(self, name, value)
         elif self.is_enabled():  # an error would end a program that torch accepts
             chosen.replaces({name: value})
 

@@ -3,6 +3,9 @@
 from buoy.torch import GradScaler            # was: from torch.amp import GradScaler
 """
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from buoy._core.errors import (
     AbsentRankError,
     BuoyWarning,
@@ -49,11 +52,20 @@ __all__ = [
     "NonfiniteNormError",
     "OptionError",
     "RankMismatchError",
+    "ShardedGradScaler",
     "SpikeGuard",
     "StateError",
     "Stuck",
     "StuckError",
     "StuckWarning",
+    "install",
     "keep_fp32",
     "local_scales",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """Import what adapts torch's own classes on first use."""
+    if name in ("ShardedGradScaler", "install"):
+        return getattr(_import_module("buoy.integrations.install"), name)
+    raise AttributeError(f"module 'buoy.torch' has no attribute {name!r}")

@@ -24,7 +24,6 @@ from buoy.torch.hooks import Hooks, compiled, feature, is_foreign
 from buoy.torch.iteration import Freshness, Iteration, Work, combined, evidence_of
 from buoy.torch.options import Options, check_factor, check_new_scale
 from buoy.torch.outcome import LastStep
-from buoy.torch.policy_state import Evidence
 from buoy.torch.scale import Now, Scale
 from buoy.torch.step_log import Ended, StepLog
 from buoy.torch.survey import Surveyor
@@ -80,7 +79,10 @@ class TorchContract(TorchGradScaler):
     def _note_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss, and show the first one of an iteration to the policy."""
         rule, iteration = self._rule, self._iteration
+        if iteration.deferred:
+            self._flush()
         iteration.scalings, iteration.assumed = iteration.scalings + 1, False
+        iteration.scaled = True
         if rule.tensor is None:
             self._lazy_init_scale_growth_tracker(loss.device)
         for work in self._per_optimizer_states.values():
@@ -114,6 +116,16 @@ class TorchContract(TorchGradScaler):
         self._rule.place(dev, self._init_scale, self._init_growth_tracker)
         backend.self_test(torch.device(dev))
 
+    def get_scale(self) -> float:
+        """Return the scale; 1.0 if the scaler is disabled."""
+        self._flush()
+        return super().get_scale()
+
+    def _flush(self) -> None:
+        """Carry out a deferred update."""
+        if self._iteration.deferred:
+            self._end_iteration()
+
     def _get_growth_tracker(self) -> int:
         if self._enabled and (count := self._rule.clean_steps) is not None:
             return count
@@ -144,25 +156,19 @@ class TorchContract(TorchGradScaler):
         """
         if self._rule.tensor is None:
             self._check_scale_growth_tracker(method)
-        works = self._per_optimizer_states
-        work = works[id(optimizer)]
+        work = self._per_optimizer_states[id(optimizer)]
         work.optimizer = optimizer
-        stage = work["stage"]
-        if stage is OptState.STEPPED:
-            late = errors.unscale_after_step(method)
-            raise errors.step_twice() if method == "step" else late
-        if len(works) > 1 and work.is_alias_in(works.values()):
-            raise errors.unscaled_elsewhere()
-        if work.freshness is not None:
-            if stage is OptState.READY and work.multiplier is None:
-                work.freshness = work.survey = None  # not inspected, or reset
-            elif work.freshness.outdated():
-                raise errors.changed(method)
+        if work["stage"] is OptState.STEPPED and self._iteration.deferred:
+            self._flush()
+            return self._work(optimizer, method)
+        work.check(method, self._per_optimizer_states.values())
         return work
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, once, and check them."""
         if not self._enabled:
+            return
+        if self._options.managed and feature("managed").is_unscaled(self, optimizer):
             return
         work = self._work(optimizer, "unscale_")
         if work["stage"] is OptState.UNSCALED:
@@ -237,6 +243,8 @@ class TorchContract(TorchGradScaler):
         now = self._rule.now()
         for hook in self._hooks.before_step:
             hook(work)
+        if not self._iteration.scalings:
+            self._refuse_stale(work)
         if optimizers.takes_scaling(optimizer):
             result = self._step_with_found_inf(work, args, kwargs)
         else:
@@ -248,6 +256,15 @@ class TorchContract(TorchGradScaler):
             result = self._maybe_opt_step(optimizer, work, *args, **kwargs)
         self._conclude_step(work, now)
         return result
+
+    def _refuse_stale(self, work: Work) -> None:
+        """Raise for gradients of an earlier scale.
+
+        Other ranks, other scale groups and compiled code may have scaled a loss.
+        """
+        elsewhere = self._agreement.active or self._iteration.compiled_losses
+        if self._iteration.scaled and not (work.combined or elsewhere):
+            raise errors.scaled_before_update()
 
     def _unscale_in_step(self, work: Work) -> None:
         if is_foreign(self.unscale_):
@@ -291,12 +308,8 @@ class TorchContract(TorchGradScaler):
         survey.settle(work)
         scale: Any = self._get_scale_async()
         found = combined(work["found_inf_per_device"], scale.device)
-        if found is None and gather(optimizer).grads:
-            raise errors.no_gradients(errors.UNSCALED_EARLY)
-        own = None if work.survey is None else work.survey.found
-        if found is not None and found is not own:
-            found = (found > 0).float()  # torch's kernels skip only at exactly 1
-        return optimizers.step_with_found_inf(work, scale, found, args, kwargs)
+        ask = self._options.managed
+        return optimizers.step_with_found_inf(work, scale, found, args, kwargs, ask=ask)
 
     def _no_gradients(self, work: Work) -> Exception:
         """Log a step that cannot be taken; return the error that names the cause."""
@@ -327,6 +340,13 @@ class TorchContract(TorchGradScaler):
         if torch.compiler.is_compiling():
             compiled().update(self)
             return
+        if self._options.managed and new_scale is None:
+            feature("managed").defer(self)
+            return
+        self._end_iteration(new_scale)
+
+    def _end_iteration(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale, and those of all scale groups."""
         for hook in self._hooks.before_update:
             hook()
         groups: Any = self._hooks.by_key.get("groups")
@@ -352,31 +372,18 @@ class TorchContract(TorchGradScaler):
             rule.set(new_scale)
         try:
             rule.move(evidence)
-            self._conclude(works, evidence, before)
+            scales, home = (before, rule.now().copy), now.device
+            ended = works, evidence, self._iteration, rule.turn - 1, scales, home
+            self._log.end(Ended(*ended), self._hooks)
         finally:
-            self._iteration.scalings = 0
+            self._iteration.scalings, self._iteration.deferred = 0, False
             self._per_optimizer_states = defaultdict(Work)
-
-    def _conclude(
-        self, works: list[Work], evidence: Evidence | None, before: float | torch.Tensor
-    ) -> None:
-        """Report the update to the log, the features and the gates."""
-        now, log, step = self._rule.now(), self._log, self._rule.turn - 1
-        scales, home = (before, now.copy), now.device
-        try:
-            log.conclude(Ended(works, evidence, self._iteration, step, scales, home))
-        finally:
-            try:
-                for hook in self._hooks.concluded:
-                    hook(works)
-            finally:
-                if log.gates and "groups" not in self._hooks.by_key:  # it opens them
-                    log.open_gates([work.outcome for work in works if work.outcome])
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, plus `buoy` if a policy or feature has state."""
         if not self._enabled:
             return {}
+        self._flush()
         own = checkpoint.own_state(self._rule, self._hooks)
         return {**super().state_dict(), **own}
 
@@ -384,6 +391,7 @@ class TorchContract(TorchGradScaler):
         """Restore a state of this class or of `torch.amp.GradScaler`."""
         if not self._enabled:
             return
+        self._flush()
         state = checkpoint.checked(state_dict, self._rule)
         checkpoint.load(state, self._rule, self._hooks)
         self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps

@@ -43,6 +43,17 @@ def step_twice() -> CallOrderError:
     )
 
 
+def scaled_before_update() -> CallOrderError:
+    """Return the error for gradients of an earlier iteration's scale."""
+    return CallOrderError(
+        "No loss was scaled since the last update() or load_state_dict(): these "
+        "gradients were multiplied by an earlier scale, and would be divided by "
+        "another. Call `scaler.update()` once per iteration, after every optimizer has "
+        "stepped. If a training library calls it after each optimizer, pass "
+        "`managed=True` to the scaler."
+    )
+
+
 def unscale_twice() -> CallOrderError:
     """Return the error for gradients that are already unscaled."""
     return CallOrderError(

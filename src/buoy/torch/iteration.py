@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from buoy._backends.torch.gradients import (
     same_parameters,
 )
 from buoy._core.step import MEASUREMENTS
+from buoy.torch import errors
 from buoy.torch.policy_state import Evidence
 
 if TYPE_CHECKING:
@@ -75,7 +76,24 @@ class Work(dict[str, Any]):
         self.optimizer = optimizer
         self.update(stage=OptState.READY, found_inf_per_device={})
 
-    def is_alias_in(self, works: Iterable["Work"]) -> bool:
+    def check(self, method: str, works: Collection["Work"]) -> None:
+        """Raise if `method` may not be called now; `works` are those of all optimizers.
+
+        Resets an inspection whose result is not in use.
+        """
+        stage = self["stage"]
+        if stage is OptState.STEPPED:
+            late = errors.unscale_after_step(method)
+            raise errors.step_twice() if method == "step" else late
+        if len(works) > 1 and self._is_alias_in(works):
+            raise errors.unscaled_elsewhere()
+        if self.freshness is not None:
+            if stage is OptState.READY and self.multiplier is None:
+                self.freshness = self.survey = None
+            elif self.freshness.outdated():
+                raise errors.changed(method)
+
+    def _is_alias_in(self, works: Collection["Work"]) -> bool:
         """Return whether another optimizer's work has inspected one of its gradients.
 
         Gradients of a step are other ones once they were cleared.
@@ -167,6 +185,8 @@ class Iteration:
     def __init__(self) -> None:
         self.losses: deque[float | torch.Tensor] = deque(maxlen=_LOSSES)
         self.scalings = 0  # calls of `scale`
+        self.scaled = False  # there was one, in this iteration or before
+        self.deferred = False  # `update` was called, and waits: `features.managed`
         self.assumed = False  # the scale was created without a loss on this rank
         self.in_schedule = False  # losses are scaled inside a pipeline's schedule
         self.differs: torch.Tensor | None = None  # ranks differ; not read yet

@@ -16,8 +16,9 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy._backends.torch.gradients import parameters_of
+from buoy._backends.torch.gradients import gather, parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot
+from buoy.torch import errors
 from buoy.torch.iteration import Work
 
 _DECLARED = "_step_supports_amp_scaling"
@@ -131,15 +132,27 @@ def step_with_found_inf(
     found: torch.Tensor | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    ask: bool = False,
 ) -> Any:
     """Step an optimizer that divides by `grad_scale` and skips if `found_inf` is set.
 
-    `scale` is the factor of its gradients, unless they are already unscaled.
+    `scale` is the factor of its gradients, unless they are already unscaled.  With
+    `ask` the host reads the flag, and does not call the optimizer to skip a step.
     """
     optimizer = work.optimizer
+    if found is None and gather(optimizer).grads:
+        raise errors.no_gradients(errors.UNSCALED_EARLY)
+    work.handed = work["stage"] is not OptState.UNSCALED
+    own = None if work.survey is None else work.survey.found
+    if found is not None and found is not own:
+        found = (found > 0).float()  # torch's kernels skip only at exactly 1
     seen = None if found is None else backend.host_value(found)
     work.finite = None if seen is None else not seen
-    work.handed = work["stage"] is not OptState.UNSCALED
+    if ask and found is not None:
+        work.finite = read_found_inf(work, found)
+        if not work.finite:
+            return None
     if work.multiplier is not None:
         scale = work.multiplier.reciprocal().float()
     whom = recipients(optimizer).found

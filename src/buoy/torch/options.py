@@ -43,6 +43,7 @@ class Options:
     on_stuck: OnStuck = "warn"
     patience: int = PATIENCE
     sync: Literal["auto", "never"] = "auto"
+    managed: bool = False
     fp16_params: Fp16Params | None = None
     skip: Literal["independent", "joint"] = "independent"
     spike_guard: Literal["skip", "clip"] | SpikeGuard | None = None
@@ -65,6 +66,8 @@ class Options:
             if (value := getattr(self, name)) not in tuple(choices):
                 shown = " or ".join(f"{x!r} ({what})" for x, what in choices.items())
                 raise OptionError(f"`{name}` must be {shown}, got {value!r}.")
+        if self.managed and self.sync == "never":
+            raise OptionError("`managed` reads the device: leave out `sync='never'`.")
         low, high, init = self.min_scale, self.max_scale, self.init_scale
         within = (low or 0.0) <= init <= (high or math.inf)
         if self.policy is None and not within:

@@ -53,8 +53,7 @@ class GradScaler(TorchContract):
     Args:
         policy: the rule that moves the scale: None for torch's rule with the arguments
             above, the name of a policy, or a policy object (see `buoy.policies`).
-        min_scale, max_scale: bounds of torch's rule; 2^-24 and float32's maximum by
-            default.
+        min_scale, max_scale: bounds of torch's rule (2^-24 and float32's maximum).
         on_stuck: "warn", "raise" or a callable that takes a `Stuck`; called once when
             `patience` steps in a row, or most of the last 4 x `patience`, are skipped.
         sync: "auto" reads from the device once per step of an optimizer that does not
@@ -68,6 +67,7 @@ class GradScaler(TorchContract):
         norm_group: the process group over which the norms of plain parameters that
             are not replicas are summed, or a function from a parameter to it.
         skip: "independent", or "joint": if one optimizer's step is skipped, all are.
+        managed: True if a training library calls the scaler (docs/migrate/trainers.md).
         spike_guard: "skip" or "clip" steps whose norm is an outlier, or a `SpikeGuard`.
 
     Example:
@@ -105,6 +105,7 @@ class GradScaler(TorchContract):
         norm_group: NormGroup = None,
         skip: Literal["independent", "joint"] = "independent",
         spike_guard: Literal["skip", "clip"] | SpikeGuard | None = None,
+        managed: bool = False,
     ) -> None:
         options = Options(
             device=device,
@@ -122,6 +123,7 @@ class GradScaler(TorchContract):
             fp16_params=fp16_params,
             skip=skip,
             spike_guard=spike_guard,
+            managed=managed,
         )
         names = Names(model, named_parameters) if enabled else Names()
         self._assemble(options, names, Agreement(process_group, norm_group))
@@ -161,6 +163,7 @@ class GradScaler(TorchContract):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the state dict, for a pickle or a copy."""
+        self._flush()
         if self._enabled and self._per_optimizer_states:
             raise errors.mid_iteration()
         groups = self._hooks.find("groups")
@@ -205,8 +208,7 @@ class GradScaler(TorchContract):
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = function(*args, **kwargs)
             self._note_loss(loss)
-            scale: Any = self._rule.tensor
-            return scale_gradient(loss, scale.to(loss.device))
+            return scale_gradient(loss, self._rule.now().tensor.to(loss.device))
 
         return wrapped
 
@@ -328,9 +330,6 @@ class GradScaler(TorchContract):
         applied steps, or after all steps with `advance_on="attempted"`.  One that
         belongs to an optimizer follows its steps; others follow all optimizers.  With
         an optimizer that takes `found_inf` this reads the device once per update.
-
-        Example:
-            >>> GradScaler("cpu").gate(lambda: print("moved"))
         """
         self._log.gates += make_gates(things, optimizer, advance_on, self._names.model)
 

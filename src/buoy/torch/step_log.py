@@ -21,6 +21,7 @@ from buoy._core.step import Row
 from buoy._core.verdicts import HISTORY, Verdict, judge_losses
 from buoy._core.watch import Watch
 from buoy.torch.distributed import Agreement, late_error
+from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Iteration, Work
 from buoy.torch.outcome import Context, LastStep
 from buoy.torch.policy_state import Evidence
@@ -96,7 +97,19 @@ class StepLog:
         if outcome._first is not None:  # measurable if written by backward only
             outcome._first = outcome._first[0], 0
 
-    def conclude(self, ended: Ended) -> None:
+    def end(self, ended: Ended, hooks: Hooks) -> None:
+        """Log an iteration, and report it to the features and the gates."""
+        try:
+            self._conclude(ended)
+        finally:
+            try:
+                for hook in hooks.concluded:
+                    hook(ended.works)
+            finally:
+                if self.gates and "groups" not in hooks.by_key:  # which opens them
+                    self.open_gates([one.outcome for one in ended.works if one.outcome])
+
+    def _conclude(self, ended: Ended) -> None:
         """Log an iteration; may warn or raise, as `on_stuck` says."""
         losses, evidence, stepped = ended.iteration.losses, ended.evidence, []
         finite = None if evidence is None else evidence.finite

@@ -24,7 +24,7 @@ from buoy._core.codec import encode
 from buoy._core.errors import BuoyError
 from buoy._core.feed import BINS, feed
 from buoy._core.step import Row
-from buoy.torch.hooks import Extension
+from buoy.torch.hooks import Extension, feature
 from buoy.torch.iteration import Work
 from buoy.torch.step_log import Entry, StepLog
 from buoy.trace import Recorder
@@ -44,6 +44,8 @@ def record(scaler: Any, trace: str | os.PathLike[str] | Recorder) -> None:
         return
     recorder = trace if isinstance(trace, Recorder) else Recorder(trace)
     recorder.describe(rank=rank, world=world, **_description(scaler))
+    if scaler._options.managed:
+        recorder.attach(feature("managed").flush)
     extension = Record(recorder, scaler._names, scaler._log)
     scaler.attach(extension)
     weakref.finalize(scaler, extension.flush)

@@ -72,6 +72,7 @@ def run(
             f"`run` was called on scale group {group.name!r}, but a step belongs to "
             "all of them: call `scaler.run(...)` and use the scale groups inside."
         )
+    scaler._flush()
     if _mid_iteration(scaler):
         raise CallOrderError(
             "`run` was called in the middle of an iteration: a re-run could not undo "
@@ -103,6 +104,7 @@ def _attempt(scaler: Any, step_fn: Callable[[], _R], optimizers: tuple[Any, ...]
         _stepper(scaler, optimizer).step(optimizer)
     if optimizers or _mid_iteration(scaler):
         scaler.update()
+        scaler._flush()
     return result
 
 
