@@ -12,7 +12,7 @@ export JAX_PLATFORMS ?= cpu
 # the process with SIGILL.  This keeps oneDNN below AMX; without AMX it is no limit.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs test-keras
+.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs test-keras test-qat
 
 # Keras joins where `make test-keras` has made its environment.
 demo: $(READY)
@@ -20,7 +20,7 @@ demo: $(READY)
 	@for backend in tensorflow jax torch; do [ ! -e $(VENV)-keras/.ready ] || \
 	KERAS_BACKEND=$$backend $(VENV)-keras/bin/python examples/keras_fit.py 2>/dev/null; done
 
-test: check unit wheel test-keras
+test: check unit wheel test-keras test-qat
 
 # Style and types.
 check: $(READY)
@@ -77,11 +77,17 @@ test-keras: $(KERAS)/.ready
 	KERAS_BACKEND=torch $(KERAS)/bin/pytest -q tests/test_docs.py -k keras
 	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py
 
+# Quantisation tools of others, in the same environment.
+test-qat: $(KERAS)/.ready
+	$(KERAS)/bin/pytest -q tests/qat
+
+# nvidia-modelopt imports huggingface_hub, and does not declare it.
 $(KERAS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS)
 	$(KERAS)/bin/python -m pip install --quiet --upgrade pip
 	$(KERAS)/bin/python -m pip install --quiet --editable '.[torch,jax,keras]' \
-	    tensorflow-cpu tensorboard pytest pytest-xdist hypothesis
+	    tensorflow-cpu tensorboard pytest pytest-xdist hypothesis \
+	    torchao nvidia-modelopt huggingface_hub
 	touch $@
 
 # Ray is large: it has a target and an environment of its own, and `make test` leaves

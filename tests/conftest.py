@@ -36,4 +36,6 @@ def pytest_report_header() -> str:
     left_out = f"not installed: {', '.join(missing)}" if missing else "nothing"
     if importlib.util.find_spec("keras") is None:
         left_out += "; `make test-keras` runs tests/keras"
+    if importlib.util.find_spec("modelopt") is None:
+        left_out += "; `make test-qat` runs tests/qat"
     return f"buoy: left out: {left_out}"
