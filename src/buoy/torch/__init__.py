@@ -69,3 +69,7 @@ def __getattr__(name: str) -> _Any:
     if name in ("ShardedGradScaler", "install"):
         return getattr(_import_module("buoy.integrations.install"), name)
     raise AttributeError(f"module 'buoy.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
