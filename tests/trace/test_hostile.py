@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import resource
 import sqlite3
 import subprocess
 import sys
@@ -25,18 +24,15 @@ RUN = "import sys; from buoy.cli import main; sys.exit(main())"
 
 def buoy_command(*arguments, cwd, memory=None, timeout=120):
     """Run the command in a process of its own, with that much memory."""
-
-    def limit():
-        if memory:
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-
+    # Not by `preexec_fn`: it forks, and JAX warns of that where it was imported.
+    limit = f"import resource as r; r.setrlimit(r.RLIMIT_AS, ({memory},) * 2); "
+    code = (limit if memory else "") + RUN
     return subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, arguments)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": SOURCE, "OPENBLAS_NUM_THREADS": "1"},
         cwd=cwd,
         capture_output=True,
         timeout=timeout,
-        preexec_fn=limit,
         check=False,
     )
 
