@@ -12,7 +12,7 @@ export JAX_PLATFORMS ?= cpu
 # the process with SIGILL.  This keeps oneDNN below AMX; without AMX it is no limit.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs test-keras test-qat
+.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs test-keras test-qat test-integrations
 
 # Keras joins where `make test-keras` has made its environment.
 demo: $(READY)
@@ -90,6 +90,20 @@ $(KERAS)/.ready: pyproject.toml constraints.txt
 	    torchao nvidia-modelopt huggingface_hub
 	touch $@
 
+# Accelerate, Transformers, TRL and Lightning: an environment of their own, which
+# `make test` leaves out.
+INTEGRATIONS := $(VENV)-integrations
+test-integrations: $(INTEGRATIONS)/.ready
+	$(INTEGRATIONS)/bin/pytest -q tests/integrations
+	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning'
+
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade pip
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --editable '.[torch,cli]' \
+	    accelerate transformers trl datasets peft bitsandbytes lightning pytest hypothesis
+	touch $@
+
 # Ray is large: it has a target and an environment of its own, and `make test` leaves
 # it out.
 test-ray:
@@ -108,4 +122,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray $(KERAS) $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(KERAS) $(INTEGRATIONS) $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,8 +6,8 @@ from sphinx.ext.autodoc.mock import mock
 
 from buoy import __version__
 
-# Keras and TensorFlow are large, and the reference needs only our docstrings.
-with mock(["keras", "tensorflow"]):
+# These are large, and the reference needs only our docstrings.
+with mock(["keras", "tensorflow", "lightning"]):
     import keras
     import tensorflow as tf
 
@@ -17,6 +17,7 @@ with mock(["keras", "tensorflow"]):
     tf.autograph = SimpleNamespace(
         experimental=SimpleNamespace(do_not_convert=lambda decorated: decorated)
     )
+    import buoy.integrations.lightning
     import buoy.keras
     import buoy.tensorflow  # noqa: F401
 

@@ -38,4 +38,6 @@ def pytest_report_header() -> str:
         left_out += "; `make test-keras` runs tests/keras"
     if importlib.util.find_spec("modelopt") is None:
         left_out += "; `make test-qat` runs tests/qat"
+    if importlib.util.find_spec("accelerate") is None:
+        left_out += "; `make test-integrations` runs tests/integrations"
     return f"buoy: left out: {left_out}"

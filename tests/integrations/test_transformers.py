@@ -1,0 +1,118 @@
+"""Transformers' Trainer: it ends like one that never saw the batches that overflow."""
+
+import math
+
+import pytest
+import torch
+from tiny import BAD, GOOD, STEPS, Net, adamw, decay, distance, reference, samples
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import get_constant_schedule
+
+from buoy.integrations import transformers as ours
+
+START = {"init_scale": 2.0**10, "growth_interval": 3}
+
+
+def trainer_of(net, folder, *, optimizers=None, precision="fp16", **arguments):
+    """Make a Trainer on a CPU that takes the samples in order."""
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **({precision: True} if precision else {}),
+    }
+    args = TrainingArguments(str(folder), **{**defaults, **arguments})
+    optimizers = optimizers or (None, None)
+    return Trainer(net, args, train_dataset=samples(), optimizers=optimizers)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_weights_lr_and_log_do_not_see_skipped_steps(fused, max_norm, tmp_path):
+    """Clipped or not, fused or not."""
+    net = Net()
+    optimizer = adamw(net, fused=fused)
+    scheduler = decay(optimizer)
+    options = {"max_grad_norm": max_norm or 0.0}
+    trainer = trainer_of(net, tmp_path, optimizers=(optimizer, scheduler), **options)
+    scaler = ours.use(trainer, **START)
+    trainer.train()
+
+    expected, lr = reference(max_norm=max_norm, fused=fused)
+    assert distance(net, expected) <= (1e-7 if fused and max_norm else 0.0)
+    assert scheduler.get_last_lr() == [lr]
+    assert net.dtypes == {torch.float16}
+    logs = [one for one in trainer.state.log_history if "loss" in one]
+    assert [one["buoy/skipped"] for one in logs] == [
+        float(sum(bad <= step for bad in BAD)) for step in range(STEPS)
+    ]
+    for step, one in enumerate(logs):
+        assert ("grad_norm" in one) == ("buoy/norm" in one) == (step not in BAD)
+        if step not in BAD:
+            assert one["grad_norm"] == pytest.approx(one["buoy/norm"], rel=1e-6)
+        assert all(map(math.isfinite, one.values()))
+    assert scaler.get_scale() > 0
+
+
+def test_the_default_optimizer_is_fused_and_its_lr_is_right(tmp_path):
+    """`adamw_torch_fused`, with a linear schedule: one step of it per update."""
+    trainer = trainer_of(Net(), tmp_path)
+    ours.use(trainer, **START)
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["fused"]
+    assert trainer.lr_scheduler.last_epoch == len(GOOD)
+
+
+def test_accumulation(tmp_path):
+    """Windows of two: 2, 3 and 6, 7 overflow."""
+    net = Net()
+    optimizer = adamw(net)
+    trainer = trainer_of(
+        net,
+        tmp_path,
+        optimizers=(optimizer, decay(optimizer)),
+        gradient_accumulation_steps=2,
+        max_steps=STEPS // 2,
+    )
+    ours.use(trainer, **START)
+    trainer.train()
+    expected, _ = reference([0, 1, 4, 5, 8, 9, 10, 11], accumulate=2)
+    assert distance(net, expected) == 0.0
+
+
+@pytest.mark.parametrize("policy", [None, "headroom"])
+def test_a_run_resumes_exactly(policy, tmp_path):
+    """From a checkpoint of the middle."""
+    options = START if policy is None else {"init_scale": 2.0**10}
+
+    def begin():
+        net = Net()
+        optimizer = adamw(net)
+        parts = optimizer, get_constant_schedule(optimizer)
+        saving = {"save_strategy": "steps", "save_steps": 5}
+        trainer = trainer_of(net, tmp_path, optimizers=parts, **saving)
+        return trainer, ours.use(trainer, policy, **options), net
+
+    trainer, scaler, whole = begin()
+    trainer.train()
+    end = scaler.state_dict()
+    trainer, scaler, net = begin()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert distance(net, whole) == 0.0
+    assert scaler.state_dict() == end
+
+
+@pytest.mark.parametrize("precision", ["bf16", None])
+def test_another_precision_turns_it_off(precision, tmp_path):
+    """Without an error, and nothing is logged."""
+    trainer = trainer_of(Net(), tmp_path, precision=precision, max_steps=2)
+    assert ours.use(trainer, **START) is None
+    trainer.train()
+    assert not any("buoy/scale" in one for one in trainer.state.log_history)
