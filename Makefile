@@ -95,13 +95,13 @@ $(KERAS)/.ready: pyproject.toml constraints.txt
 INTEGRATIONS := $(VENV)-integrations
 test-integrations: $(INTEGRATIONS)/.ready
 	$(INTEGRATIONS)/bin/pytest -q tests/integrations
-	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning'
+	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning or recipes'
 
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade pip
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --editable '.[torch,cli]' \
-	    accelerate transformers trl datasets peft bitsandbytes lightning pytest hypothesis
+	    accelerate transformers trl datasets peft bitsandbytes lightning pytorch-ignite pytest hypothesis
 	touch $@
 
 # Ray is large: it has a target and an environment of its own, and `make test` leaves
