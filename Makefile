@@ -95,7 +95,7 @@ $(KERAS)/.ready: pyproject.toml constraints.txt
 INTEGRATIONS := $(VENV)-integrations
 test-integrations: $(INTEGRATIONS)/.ready
 	$(INTEGRATIONS)/bin/pytest -q tests/integrations
-	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning or recipes'
+	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning or recipes or integrations'
 
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
