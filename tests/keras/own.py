@@ -1,6 +1,7 @@
 """Run Keras' own tests of its LossScaleOptimizer, with ours in its place."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def main() -> int:
         importlib.import_module(module).LossScaleOptimizer = LossScaleOptimizer
     root = Path(keras.__file__).parent / "src"
     arguments = [str(root / a) if a.endswith(".py") else a for a in sys.argv[1:]]
-    return pytest.main(["-q", "-p", "no:cacheprovider", "-W", "ignore", *arguments])
+    # Not with the settings of a project around the environment: markers are Keras'.
+    apart = ["-c", os.devnull, "-p", "no:cacheprovider", "-W", "ignore"]
+    return pytest.main(["-q", *apart, *arguments])
 
 
 if __name__ == "__main__":
