@@ -203,7 +203,8 @@ def files(tmp_path_factory):
     (folder / "train.py").write_text(TRAIN)
     invented = buoy.trace.synthetic("drift_down", steps=500, seed=0)
     buoy.trace.write(invented, folder / "run.json")
-    for name in ("run", "a", "b"):
+    (folder / "my_policies.py").write_text("from buoy import Backoff as Mine\n")
+    for name in ("run", "a", "b", "rl"):
         with buoy.trace.Recorder(folder / f"{name}.buoy") as recorder:
             for step in range(20):
                 recorder.step(

@@ -27,7 +27,7 @@ def biggest(grads: Grads) -> torch.Tensor:
 def _farthest(ends: list[Any]) -> torch.Tensor:
     """Return the largest magnitude, from each gradient's two ends on a CPU."""
     if not ends:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     top = torch.stack([end for pair in ends for end in pair]).abs().max()
     return top.to(torch.promote_types(top.dtype, torch.float32))
 

@@ -8,6 +8,7 @@ Left out: patching of torch's functions (autocast does O1's work), the API of be
 """
 
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -269,7 +270,9 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         ours.pop("buoy", None)
         ours["scale"] = float(one["loss_scale"])
         ours["_growth_tracker"] = int(one["unskipped"])
-        scaler.load_state_dict(ours)
+        with warnings.catch_warnings():  # apex saves nothing but these two
+            warnings.filterwarnings("ignore", "The loaded state is of policy")
+            scaler.load_state_dict(ours)
 
 
 def _listed(things: Any) -> list[Any]:
