@@ -101,7 +101,7 @@ def sample(mutants: list[Mutant], seed: int, count: int) -> list[Mutant]:
 
 
 def equivalents(text: str) -> dict[str, str]:
-    """Read the list: the mutant's key, ` :: `, and why nobody could notice it."""
+    """Read the list: the mutant's key, ` :: `, and why it is equivalent."""
     found = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):

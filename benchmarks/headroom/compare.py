@@ -33,7 +33,7 @@ class Shares:
 
     def __init__(self, packed: dict[str, Any], block: int) -> None:
         counts = np.array(packed["counts"], float)
-        for i in range(1, len(counts)):  # a block nobody sampled
+        for i in range(1, len(counts)):  # a block without samples
             if not counts[i].sum():
                 counts[i] = counts[i - 1]
         self.low, self.block = packed["low"], block

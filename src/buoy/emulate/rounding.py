@@ -71,8 +71,8 @@ def _there_and_back(values: torch.Tensor, dtype: Any) -> torch.Tensor:
 def by_bits(limits: Format) -> Rounder:
     """Round by adding and taking away a number that pushes the last bits out.
 
-    For formats of fewer exponent bits than float32, which leaves that number room.
-    That number is 1.5 x 2^23 grid steps, so that float32's own rounding, to nearest
+    For formats of fewer exponent bits than float32, so that the number fits.
+    It is 1.5 x 2^23 grid steps, so that float32's own rounding, to nearest
     and even, falls on the grid; its exponent is made from that of each value.
     """
     shift = 23 - limits.mantissa_bits

@@ -1,7 +1,7 @@
 """A name for a new trace: one run at a time looks for it, and no run loses its file.
 
-SQLite finds the log beside a file by the file's name.  So nobody may open, move or
-create a trace while another process does: a lock on the folder orders them.
+SQLite finds the log beside a file by the file's name.  So two processes must
+not open, move or create a trace at the same time: a lock on the folder orders them.
 """
 
 import contextlib
