@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+KERAS := $(VENV)-keras
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export JAX_PLATFORMS ?= cpu
@@ -17,8 +18,9 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # Keras joins where `make test-keras` has made its environment.
 demo: $(READY)
 	$(BIN)/buoy demo
-	@for backend in tensorflow jax torch; do [ ! -e $(VENV)-keras/.ready ] || \
-	KERAS_BACKEND=$$backend $(VENV)-keras/bin/python examples/keras_fit.py 2>/dev/null; done
+	@[ ! -e $(KERAS)/.ready ] || for backend in tensorflow jax torch; do \
+	KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=3 TF_ENABLE_ONEDNN_OPTS=0 \
+	$(KERAS)/bin/python examples/keras_fit.py || exit 1; done
 
 test: check unit wheel test-keras test-qat
 
@@ -64,6 +66,7 @@ release-check: $(READY) browser
 	rm -rf dist $(RELEASE)
 	$(BIN)/python tests/try_wheel.py --keep dist
 	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --upgrade pip
 	wheel=$$(ls $(CURDIR)/dist/*.whl) && $(RELEASE)/bin/python -m pip install --quiet \
 	  "$$wheel[torch,jax,cli,report]" --group dev
 	$(RELEASE)/bin/python -c 'import buoy, sys; sys.exit("site-packages" not in buoy.__file__ and "not the wheel: " + buoy.__file__)'
@@ -71,40 +74,49 @@ release-check: $(READY) browser
 
 # Keras on TensorFlow, JAX and torch: an environment of their own, one run per backend.
 # The tests of TensorFlow itself make logical devices before it starts: a run alone.
-KERAS := $(VENV)-keras
 test-keras: $(KERAS)/.ready
 	KERAS_BACKEND=tensorflow $(KERAS)/bin/pytest -q tests/keras/test_tensorflow.py
 	for backend in tensorflow jax torch; do echo "== Keras on $$backend" && \
 	KERAS_BACKEND=$$backend $(KERAS)/bin/pytest -q -n 2 tests/keras src/buoy/keras \
 	    --ignore tests/keras/test_tensorflow.py || exit 1; done
 	KERAS_BACKEND=torch $(KERAS)/bin/pytest -q tests/test_docs.py -k keras
-	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py
+	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py \
+	    tests/test_sample.py -k tensorflow
 
 # Quantisation tools of others, in the same environment.
 test-qat: $(KERAS)/.ready
 	$(KERAS)/bin/pytest -q tests/qat
 
-# nvidia-modelopt imports huggingface_hub, and does not declare it.
+# nvidia-modelopt imports huggingface_hub, and does not declare it.  tf_keras asks for
+# `tensorflow`, whose CPU build has another name: it is installed alone.
 $(KERAS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS)
 	$(KERAS)/bin/python -m pip install --quiet --upgrade pip
-	$(KERAS)/bin/python -m pip install --quiet --editable '.[torch,jax,keras]' \
+	$(KERAS)/bin/python -m pip install --quiet --editable '.[torch,jax,keras,cli,report]' \
 	    tensorflow-cpu tensorboard pytest pytest-xdist hypothesis \
 	    torchao nvidia-modelopt huggingface_hub
+	$(KERAS)/bin/python -m pip install --quiet --no-deps tf_keras
 	touch $@
 
-# Accelerate, Transformers, TRL and Lightning: an environment of their own, which
-# `make test` leaves out.
+# Training libraries: an environment of their own, which `make test` leaves out and
+# `.ci/run` does not.
 INTEGRATIONS := $(VENV)-integrations
 test-integrations: $(INTEGRATIONS)/.ready
 	$(INTEGRATIONS)/bin/pytest -q tests/integrations
-	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning or recipes or integrations'
+	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning or deepspeed or recipes or integrations'
 
+# DeepSpeed's package is built here, and compiles nothing.  torchvision, which some ask
+# for, is built for CUDA: where it can be found, Lightning cannot be imported.
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade pip
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --editable '.[torch,cli]' \
-	    accelerate transformers trl datasets peft bitsandbytes lightning pytorch-ignite pytest hypothesis
+	    accelerate transformers trl datasets peft bitsandbytes lightning pytorch-ignite pytest hypothesis \
+	    setuptools diffusers requests fastprogress fasttransform fastdownload pillow matplotlib \
+	    opencv-python-headless scikit-learn cloudpickle
+	DS_BUILD_OPS=0 $(INTEGRATIONS)/bin/python -m pip install --quiet --no-build-isolation deepspeed
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps fastai timm ultralytics ultralytics-thop
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps --target $(INTEGRATIONS)/vision torchvision
 	touch $@
 
 # Ray is large: it has a target and an environment of its own, and `make test` leaves

@@ -47,3 +47,5 @@ autodoc_typehints = "none"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+pygments_style = "tango"  # colours added and removed lines of a diff
+pygments_dark_style = "monokai"

@@ -2,7 +2,7 @@
 
     KERAS_BACKEND=torch python examples/keras_fit.py      (or tensorflow, jax)
 
-One batch has a label that FP16 cannot hold: its step is skipped, the others count.
+One batch has a label that is infinite: its step is skipped, and the others count.
 """
 
 import sys
@@ -15,42 +15,59 @@ import numpy as np
 import buoy.keras
 import buoy.trace
 
+BAD = 700  # a sample of the 22nd batch of 32
 
-def main(policy: str = "headroom") -> float:
-    """Train; return the last loss."""
-    keras.utils.set_random_seed(0)
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Make inputs and targets."""
     x = np.random.default_rng(0).normal(size=(2048, 8)).astype("float32")
-    y = np.sin(x[:, :1]) + x[:, 1:2]
-    y[700] = np.inf  # in the 22nd batch of 32
+    return x, np.sin(x[:, :1]) + x[:, 1:2]
 
-    # "mixed_float16": FP16 arithmetic, FP32 variables.
-    half = {"dtype": "mixed_float16"}
-    model = keras.Sequential(
+
+def network(dtype: str) -> keras.Model:
+    """Make a network with the same initial weights each time."""
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
         [
             keras.Input((8,)),
-            keras.layers.Dense(32, activation="tanh", **half),
-            keras.layers.Dense(1, **half),
+            keras.layers.Dense(32, activation="tanh", dtype=dtype),
+            keras.layers.Dense(1, dtype=dtype),
         ]
     )
+
+
+def main(policy: str = "headroom") -> float:
+    """Train in FP32 and in FP16; return the last loss of FP16."""
+    x, y = data()
+    adam = {"learning_rate": 1e-2, "global_clipnorm": 1.0}
+    wide = network("float32")
+    wide.compile(keras.optimizers.Adam(**adam), "mse")
+    wide.fit(x, y, shuffle=False, verbose=0)
+
+    # "mixed_float16": FP16 arithmetic, FP32 variables.
+    half = network("mixed_float16")
     # Around any optimizer; without `policy` the rule is Keras' own, within bounds.
     optimizer = buoy.keras.LossScaleOptimizer(
-        keras.optimizers.Adam(1e-2, global_clipnorm=1.0), policy=policy
+        keras.optimizers.Adam(**adam), policy=policy
     )
-    model.compile(optimizer, "mse")
-
+    half.compile(optimizer, "mse")
+    spoiled = y.copy()
+    spoiled[BAD] = np.inf
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "run.buoy"
         watch = buoy.keras.Watch(trace=trace)
-        model.fit(x, y, epochs=1, shuffle=False, verbose=0, callbacks=[watch])
+        half.fit(x, spoiled, shuffle=False, verbose=0, callbacks=[watch])
         rows = buoy.trace.load(trace).rows
 
+    reference, loss = (float(m.evaluate(x, y, verbose=0)) for m in (wide, half))
+    applied = sum(row.applied for row in rows)
+    print(f"Keras on {keras.backend.backend()}, one batch of {len(rows)} spoiled")
+    print(f"  FP32, with the correct label  loss {reference:.4f}")
+    print(f"  FP16, {policy:<24}loss {loss:.4f}, {applied} steps applied", end="")
     for row in rows:
         if not row.applied:
-            print(f"step {row.step} was skipped at scale {row.scale:g}")
-    clean = np.isfinite(y[:, 0])
-    loss = float(model.evaluate(x[clean], y[clean], verbose=0))
-    print(f"Keras on {keras.backend.backend()}, {policy}: loss {loss:.4f}, ", end="")
-    print(f"scale 2^{np.log2(optimizer.scale):.0f}, {len(rows)} steps")
+            print(f", step {row.step} skipped at 2^{np.log2(row.scale):.0f}", end="")
+    print(f", scale now 2^{np.log2(optimizer.scale):.0f}")
     return loss
 
 

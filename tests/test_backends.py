@@ -87,6 +87,7 @@ def test_powers_of_two_are_exact(backend):
     assert math.isnan(float(ops.log2(module.lift(-1.0))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["backoff", "hysteresis", "headroom", "lognormal"])
 def test_the_rule_compiles_to_one_torch_graph(name):
     """`torch.compile(fullgraph=True)` takes the whole update as it is, and agrees."""

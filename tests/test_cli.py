@@ -232,7 +232,7 @@ def test_tune_gives_numbers_and_sentences() -> None:
     ("arguments", "code", "said"),
     [
         (["replay", "nowhere.json"], 1, "There is no trace 'nowhere.json'."),
-        (["replay", "synthetic:wobble"], 1, "No synthetic trace 'wobble'."),
+        (["replay", "synthetic:wobble"], 1, "There is no synthetic trace 'wobble'."),
         (["replay", "synthetic:noise", "-p", "torhc"], 1, "Did you mean 'torch'?"),
         (
             ["replay", "synthetic:noise", "-p", "torch:wings=2"],
@@ -298,7 +298,7 @@ def test_policies_of_ones_own_need_no_package(
     ("spec", "said"),
     [
         ("mine.py:Nope", "has no class 'Nope'. It has: Mine, Broken."),
-        ("mine.py:Broken", "cannot be made: KeyError: 'x'"),
+        ("mine.py:Broken", "cannot be created: KeyError: 'x'"),
         ("nowhere.py:Mine", "FileNotFoundError"),
         ("nowhere:Mine", "ModuleNotFoundError"),
         ("mine.py:dataclass", "must be a policy"),

@@ -14,7 +14,8 @@ from benchmarks.headroom.trainings import run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["field_fp16_summed_loss", "chi_square", "two_tasks_in_turn"]
+    "name",
+    ["field_fp16_summed_loss", "field_small_units", "chi_square", "two_tasks_in_turn"],
 )
 def test_it_skips_no_more_than_torchs_rule(name):
     """And loses no gradients where torch's rule loses none."""

@@ -61,6 +61,7 @@ def test_each_operator(body, operator, expected):
         "return f'{a}'",
         "x = a",
         "x = a.to(b, non_blocking=True)",
+        "x = zip(a, b, strict=True)",
         '"""Say 3 + 4."""',
     ],
 )
@@ -91,6 +92,7 @@ def test_a_mutant_is_known_by_what_does_not_move():
     assert "src/one.py :: f :: constant #2 :: return 1 => return (2)" in keys
 
 
+@pytest.mark.slow
 def test_the_sample_is_fixed_by_its_seed():
     """And another seed takes others."""
     every = mutants.all_mutants()
@@ -109,7 +111,10 @@ def test_every_source_has_tests_and_every_equivalent_a_reason():
         stages = mutants.stages_for(path.relative_to(mutants.ROOT).as_posix())
         tests = [one for some in stages for one in some if one.startswith("tests")]
         assert tests
-        assert all((mutants.ROOT / test).exists() for test in tests)
+        for file, _, name in (test.partition("::") for test in tests):
+            assert (mutants.ROOT / file).exists()
+            function = name.partition("[")[0]
+            assert not name or f"def {function}(" in (mutants.ROOT / file).read_text()
     known = mutants.equivalents(mutants.EQUIVALENT.read_text())
     assert all(known.values())
     assert set(known) <= {one.key for one in mutants.all_mutants()}
@@ -136,6 +141,7 @@ def test_a_list_of_equivalents_is_read():
     assert expected == mutants.equivalents(text)
 
 
+@pytest.mark.slow
 def test_every_mutant_is_another_program():
     """None is lost to a change that does not compile."""
     text = (mutants.ROOT / "src/buoy/torch/survey.py").read_text()

@@ -101,6 +101,7 @@ def test_torch_counts_a_transposed_gradient_by_position():
     assert got.item() == share([grad], sample_stride(grad.size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_jax_counts_that_sample(jit):
     """In `buoy.jax` and for Keras, compiled or not."""

@@ -249,6 +249,7 @@ def test_torch_keeps_its_scale(bad, at, road, monkeypatch):
         assert weight[0] == 1.0 - 3 * 0.125
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD)
 def test_a_compiled_torch_step_keeps_its_scale(bad):
     """There is no host to raise on."""

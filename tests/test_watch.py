@@ -73,7 +73,7 @@ def test_a_largest_gradient_of_zero_says_the_same_as_a_norm():
         (2.0**-24, {}, "at the lowest scale, where FP16 gradients are 0"),
         (2.0**-24, {"norm": 0.0}, "at the lowest scale, where FP16 gradients are 0"),
         (2.0**64, {"norm": 2.0**-50}, "a scale of 2^64 or more, and almost no"),
-        (2.0**64, {"amax": 2.0**-50}, "they do not carry the scale"),
+        (2.0**64, {"amax": 2.0**-50}, "a scale that they were never multiplied by"),
         (2.0**100, {"norm": 0.0}, "a scale of 2^64 or more"),
         (2.0**16, {"norm": 0.0}, "were all exactly 0; the scale is 65536. Nothing is"),
     ],

@@ -34,6 +34,7 @@ from tools.mutate import Mutant, mutants_of  # noqa: E402
 SOURCES = (
     "src/buoy/torch/*.py",
     "src/buoy/_backends/torch/gradients.py",
+    "src/buoy/_backends/torch/measure.py",
     "src/buoy/_core/step.py",
     "src/buoy/_core/verdicts.py",
     "src/buoy/jax/apply.py",
@@ -43,10 +44,45 @@ SOURCES = (
 # fastest first; the first that fails kills it.  The first pattern that fits counts.
 _EVERYDAY = tuple(
     f"tests/torch/test_{name}.py"
-    for name in ("drop_in", "clip", "steps", "policies", "call_order", "bounds")
-)
-_TORCH = (_EVERYDAY, ("-m", "not slow", "tests/torch"))
+    for name in (
+        "methods", "recipients", "scale_tensor", "calls", "gathered", "clip", "drop_in",
+        "steps", "rows", "stale_looks", "verdicts", "resume", "bad_options", "wrappers",
+        "known", "call_order", "record", "no_wait", "policies",
+    )
+)  # fmt: skip
+_OTHERS = ("-m", "not slow", "tests/torch", *(f"--ignore={one}" for one in _EVERYDAY))
+_TORCH = (("-m", "not slow", *_EVERYDAY), _OTHERS)
 _RANKS = ("tests/distributed/test_ranks.py",)
+_NORMS = tuple(
+    f"tests/distributed/test_norm_rules.py::test_{name}"
+    for name in (
+        "the_norm_is_that_of_the_unsharded_network[routed-False]",
+        "the_norm_is_that_of_the_unsharded_network[routed-True]",
+        "the_norm_is_that_of_the_unsharded_network[fsdp2 x stages-False]",
+        "the_norm_is_that_of_the_unsharded_network[partial-False]",
+        "it_is_so_where_the_host_reads_nothing[routed]",
+        "gradients_that_differ_are_refused[routed-False]",
+        "an_error_gives_what_each_rank_holds",
+        "where_nobody_reads_the_error_comes_late",
+        "a_group_on_some_ranks_only_is_an_error",
+        "orders_that_differ_are_an_error",
+        "a_rank_that_has_nothing_counts_nothing",
+        "an_overflow_of_one_rank_is_a_skip_and_no_mismatch[routed-False-inf]",
+        "clipping_sends_what_the_documents_say[averaged by hand-1]",
+        "clipping_sends_what_the_documents_say[fsdp2 x stages-4]",
+    )
+)
+_FEW_RANKS = tuple(
+    f"tests/distributed/test_ranks.py::test_{name}"
+    for name in (
+        "it_is_seen_where_the_host_has_to_ask",
+        "others_read_what_the_ranks_agreed_on",
+        "a_loss_that_jumps_on_one_rank_is_foreseen_by_all",
+    )
+)
+_RUNS = "tests/distributed/test_pipeline.py::test_{}_runs_in_a_pipeline"
+_PIPELINE = (_RUNS.format("a_policy_that_looks_at_the_loss"),)
+_MEASURES = ("-m", "not slow", "tests/test_backends.py", "tests/test_sample.py")
 _CORE = (
     "tests/test_step.py",
     "tests/test_scale_bounds.py",
@@ -59,10 +95,15 @@ _JAX = (
 TESTS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("src/buoy/jax/*", _JAX),
     ("src/buoy/torch/contract.py", (*_TORCH, _RANKS)),
-    ("src/buoy/torch/distributed.py", (_RANKS, *_TORCH)),
-    ("src/buoy/torch/survey.py", (*_TORCH, _RANKS)),
+    ("src/buoy/torch/distributed.py", (_RANKS, _NORMS, *_TORCH)),
+    ("src/buoy/torch/survey.py", (*_TORCH, _RANKS, _NORMS)),
+    ("src/buoy/torch/iteration.py", (*_TORCH, _FEW_RANKS)),
+    ("src/buoy/torch/optimizers.py", (*_TORCH, _FEW_RANKS)),
+    ("src/buoy/torch/scale.py", (*_TORCH, _FEW_RANKS)),
+    ("src/buoy/torch/scaler.py", (*_TORCH, _PIPELINE)),
     ("src/buoy/torch/*", _TORCH),
-    ("src/buoy/_backends/torch/*", _TORCH),
+    ("src/buoy/_backends/torch/gradients.py", (*_TORCH, _NORMS)),
+    ("src/buoy/_backends/torch/*", (*_TORCH, _MEASURES)),
     ("src/buoy/_core/*", (_CORE, *_TORCH, *_JAX)),
 )
 PRELOADED = ("torch", "numpy", "pytest")  # JAX must not be forked

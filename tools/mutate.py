@@ -23,7 +23,8 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
     ast.LShift: ">>", ast.RShift: "<<",
 }  # fmt: skip
 _TEXT = (ast.JoinedStr, ast.Raise, ast.Assert)
-_HINTS = {"non_blocking", "stacklevel"}  # keywords that change when, not what
+# Keywords that change when, not what; `strict` of `zip` is an assertion.
+_HINTS = {"non_blocking", "stacklevel", "strict"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -65,9 +65,21 @@ def field_fp16_loss(key: jax.Array) -> Task:
 
 
 @task
+def field_fp16_loss_small_units(key: jax.Array) -> Task:
+    """The same in units of 1e-3."""
+    return _field(key, 1e-3, half=True, total=False)
+
+
+@task
 def field_fp16_summed_loss(key: jax.Array) -> Task:
     """The same, summed, in units of 1e-3."""
     return _field(key, 1e-3, half=True, total=True)
+
+
+@task
+def field_fp16_summed_loss_small_units(key: jax.Array) -> Task:
+    """The same, summed, in units of 1e-5."""
+    return _field(key, 1e-5, half=True, total=True)
 
 
 @task
@@ -148,6 +160,63 @@ def summed_vae(key: jax.Array) -> Task:
         return jnp.sum(error**2) + 0.1 * penalty
 
     return [dense(first, 32, 48, 8), dense(second, 4, 48, 32)], loss
+
+
+@task
+def pinn(key: jax.Array) -> Task:
+    """Solve u'' = -9 sin 3x: derivatives of the net in the loss."""
+
+    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+        def u(x: jax.Array) -> jax.Array:
+            return mlp(net, x[None].astype(dtype))[0]
+
+        x = jax.random.uniform(key, (64,), maxval=3.0)
+        bend = jax.vmap(jax.grad(jax.grad(u)))(x).astype(FULL)
+        ends = jax.vmap(u)(jnp.array([0.0, 3.0])).astype(FULL)
+        return jnp.square(bend + 9 * jnp.sin(3 * x)).mean() + jnp.square(ends).sum()
+
+    return dense(key, 1, 32, 32, 1), loss
+
+
+@task
+def flow(key: jax.Array) -> Task:
+    """A normalising flow of four coupling layers on a noisy ring."""
+
+    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+        a, b = jax.random.split(key)
+        angle = 6.283 * jax.random.uniform(a, (128,))
+        x = jnp.stack([jnp.cos(angle), jnp.sin(angle)], 1)
+        x = (2 * x + 0.1 * jax.random.normal(b, x.shape)).astype(dtype)
+        volume = jnp.zeros(128)
+        for layer in net:
+            log, shift = jnp.split(mlp(layer, x[:, :1]), 2, axis=1)
+            log = jnp.tanh(log)
+            x = jnp.hstack([x[:, 1:] * jnp.exp(log) + shift, x[:, :1]])
+            volume = volume + log[:, 0].astype(FULL)
+        return (0.5 * jnp.square(x.astype(FULL)).sum(1) - volume).mean() + 3
+
+    return [dense(k, 1, 24, 2) for k in jax.random.split(key, 4)], loss
+
+
+@task
+def critic_with_gradient_penalty(key: jax.Array) -> Task:
+    """The critic of a WGAN-GP between a ring and a moving blob."""
+
+    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+        def score(x: jax.Array) -> jax.Array:
+            return mlp(net, x.astype(dtype))[0].astype(FULL)
+
+        a, b, c = jax.random.split(key, 3)
+        angle = 6.283 * jax.random.uniform(a, (64,))
+        real = jnp.stack([jnp.cos(angle), jnp.sin(angle)], 1)
+        fake = 0.3 * jax.random.normal(b, (64, 2))
+        mixed = fake + jax.random.uniform(c, (64, 1)) * (real - fake)
+        slope = jax.vmap(jax.grad(score))(mixed)
+        slope = jnp.sqrt(1e-6 + jnp.square(slope).sum(1))
+        apart = jax.vmap(score)(fake).mean() - jax.vmap(score)(real).mean()
+        return apart + 10 * jnp.square(slope - 1).mean() + 3
+
+    return dense(key, 2, 48, 48, 1), loss
 
 
 @task

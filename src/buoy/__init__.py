@@ -1,8 +1,8 @@
-"""Buoy keeps half-precision gradients afloat.
+"""Buoy: dynamic loss scaling for mixed-precision training.
 
-Dynamic loss scaling for mixed-precision training: one pure core here, and front ends
-in `buoy.torch`, `buoy.jax`, `buoy.keras` and `buoy.tensorflow`.  Importing this imports
-no framework, and only the parts of Buoy that are used.
+This module holds the core: policies, traces and replay.  The front ends are
+`buoy.torch`, `buoy.jax`, `buoy.keras` and `buoy.tensorflow`.  Importing this module
+imports no framework, and only the parts of Buoy that are used.
 """
 
 from importlib import import_module

@@ -48,7 +48,7 @@ def test_sentences_name_where_each_way_fails():
     )  # fmt: skip
 
     assert [
-        "No scaling falls short of FP32 on bce.",
+        "Training without scaling falls short of FP32 on bce.",
         "A fixed scale of 2^32 falls short of FP32 on field-1 and bce.",
         "Scaling makes no difference on field-1.",
     ] == told(made)
@@ -59,7 +59,7 @@ def test_sentences_name_where_each_way_fails():
     [
         (0.97, (3, 3), True, "is within 2 % of FP32 everywhere; 3 skipped steps"),
         (0.97, (4, 3), False, "4 skipped steps, torch's 3"),
-        (0.90, (0, 3), False, "Buoy as it comes falls short on field-1"),
+        (0.90, (0, 3), False, "Buoy with its defaults falls short of FP32 on field-1"),
     ],
 )
 def test_what_is_said_of_buoy_may_turn_out_false(score, skips, held, said):

@@ -48,6 +48,7 @@ def test_every_module_of_twelve_blocks_is_named_when_it_overflows(direction):
     assert len(NAMES) == 136
 
 
+@pytest.mark.slow
 def test_every_module_is_named_when_the_gradient_of_its_input_overflows():
     """The other end of each module; of the first one no gradient is asked."""
     wrong, model = [], Transformer()
@@ -71,6 +72,7 @@ def test_a_healthy_step_has_no_culprit():
 LINEAR = [n for n, m in Transformer().named_modules() if isinstance(m, nn.Linear)]
 
 
+@pytest.mark.slow
 def test_every_linear_layer_is_named_when_it_overflows_in_fp16():
     """Under autocast, by weights that are too large for FP16's range of outputs."""
     wrong, model, tokens = [], Transformer(), batch()

@@ -174,7 +174,7 @@ def test_an_error_in_the_second_run_does_not_end_training(error, caplog):
     done = Rerun(again=raising(error))
 
     assert (4, True, []) == (done.runs, done.skipped, done.skips.culprits)
-    assert "update 1 could not be explained, and training goes on: " in caplog.text
+    assert "update 1 could not be explained, and training continues: " in caplog.text
     assert f"{type(error).__name__}: {error}" in caplog.text
 
 
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_training(tmp_path, caplog)
     done = Rerun(tmp_path / "file" / "skipped")
 
     assert ["loss", "loss"] == [culprit.part for culprit in done.skips.culprits]
-    assert "update 2 could not be saved, and training goes on: " in caplog.text
+    assert "update 2 could not be saved, and training continues: " in caplog.text
     assert "NotADirectoryError" in caplog.text
 
 
@@ -214,7 +214,7 @@ def test_random_numbers_that_cannot_be_read_do_not_end_training(monkeypatch, cap
     done = Rerun()
 
     assert (2, []) == (done.runs, done.skips.culprits)
-    assert "update 1 could not be kept, and training goes on" in caplog.text
+    assert "update 1 could not be kept, and training continues" in caplog.text
 
 
 ENTRIES = {
@@ -270,6 +270,7 @@ def test_random_numbers_that_no_source_takes_are_refused(field, value, tmp_path)
         load_batch(written(tmp_path / "b.pt", {**ENTRIES, "rng": rng}))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(sorted(ENTRIES)), junk=JUNK)
 def test_whatever_stands_in_a_file_it_loads_or_is_a_trace_error(

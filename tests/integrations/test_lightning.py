@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from tiny import BAD, GOOD, STEPS, Net, adamw, batch, decay, distance, reference
@@ -169,8 +169,52 @@ def test_lbfgs():
     assert made.global_step == len(GOOD)
 
 
+class Resumable:
+    """The batches, from a loader that knows its place, as Lightning asks for."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        while self.place < STEPS:
+            self.place += 1
+            yield batch(self.place - 1)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("after", [BAD[0], 4])
+def test_a_run_resumes_exactly_within_an_epoch(after, tmp_path):
+    """From a checkpoint right after a skipped step, and from one after the next."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, given, index):
+            if index == after:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    module, whole = Module(), Module()
+    straight, resumed = trainer(callbacks=[Save()]), trainer()
+    straight.fit(whole, Resumable())
+    resumed.fit(module, Resumable(), ckpt_path=tmp_path / "middle.ckpt")
+    assert len(module.seen) == STEPS - after - 1
+    assert distance(module.net, whole.net) == 0.0
+    assert resumed.global_step == straight.global_step == len(GOOD)
+    rates = [one.lr_scheduler_configs[0].scheduler for one in (resumed, straight)]
+    assert rates[0].get_last_lr() == rates[1].get_last_lr()
+    states = [one.precision_plugin.state_dict() for one in (resumed, straight)]
+    assert states[0] == states[1]
+
+
 def test_a_run_resumes_exactly(tmp_path):
-    """From a checkpoint between two epochs; within one Lightning repeats batches."""
+    """From a checkpoint between two epochs, with any loader."""
     half = trainer(folder=tmp_path)
     half.fit(Module(), loader())
     half.save_checkpoint(tmp_path / "half.ckpt")

@@ -70,6 +70,19 @@ def test_the_default_optimizer_is_fused_and_its_lr_is_right(tmp_path):
     assert trainer.lr_scheduler.last_epoch == len(GOOD)
 
 
+def test_max_steps_counts_attempts_and_is_always_reached(tmp_path):
+    """The Trainer finds its place in the data by `global_step` when it resumes."""
+    net = Net()
+    trainer = trainer_of(net, tmp_path, max_steps=5)
+    trainer.train_dataset = [one for one in samples() if one["bad"]]
+    ours.use(trainer, on_stuck=print, patience=3, **START)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert trainer.state.log_history[-2]["buoy/skipped"] == 5.0
+    assert trainer.lr_scheduler.last_epoch == 0
+    assert distance(net, Net()) == 0.0
+
+
 def test_accumulation(tmp_path):
     """Windows of two: 2, 3 and 6, 7 overflow."""
     net = Net()

@@ -1,7 +1,6 @@
 """TRL: SFT and GRPO end like a run that never saw the batches that overflow."""
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,11 +97,3 @@ def test_weights_and_lr_do_not_see_skipped_steps(kind, tmp_path):
     assert scaler.get_scale() == 2.0**10
     logs = [one for one in trainer.state.log_history if "loss" in one]
     assert [one["buoy/skipped"] for one in logs] == [0.0, 1.0, 1.0, 2.0, 2.0]
-
-
-def test_the_example_records_a_run(tmp_path, monkeypatch):
-    """As its text says, with fewer steps; the trace can be read."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo_trl.py", "--steps", "2"])
-    runpy.run_path(str(EXAMPLES / "grpo_trl.py"), run_name="__main__")
-    assert len(buoy.trace.load(tmp_path / "grpo.buoy").rows) == 2

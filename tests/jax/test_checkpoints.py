@@ -87,5 +87,5 @@ def test_bytes_of_another_policy_are_refused():
     """The fields of both are named."""
     held = loss_scaled(optax.sgd(0.1), "backoff").init(jnp.ones(2))
     fresh = loss_scaled(optax.sgd(0.1), "headroom").init(jnp.ones(2))
-    with pytest.raises(StructureError, match="no HeadroomState.*policy"):
+    with pytest.raises(StructureError, match="not a HeadroomState.*policy"):
         flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(held))

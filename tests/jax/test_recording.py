@@ -231,7 +231,7 @@ def test_the_period_must_fit_into_the_state():
         def step(self, **facts):
             pass
 
-    with pytest.raises(OptionError, match="remembers 32 steps"):
+    with pytest.raises(OptionError, match="keeps only 32 steps"):
         Feed(Keeps(), every=33)(TX.init(params_of()))
     with pytest.raises(OptionError, match="whole number"):
         Feed(Keeps(), every=0)

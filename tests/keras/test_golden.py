@@ -1,4 +1,4 @@
-"""TensorFlow computes the golden traces of every policy in float32, bit for bit.
+"""The optimizer follows golden traces; TensorFlow computes those of every preset.
 
 torch and JAX are held to all of them by tests/test_conformance_arrays.py.
 """
@@ -14,17 +14,20 @@ from buoy._core.formats import FLOAT32_TINY
 from buoy._core.ops import ops_of
 from buoy._core.state import map_state
 from tests.golden import load
-from tests.keras.nets import BACKEND
+from tests.keras.nets import BACKEND, Loop, scaled
 from tests.test_backends import histories, seen_of
 
-pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
+of_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
+STEPS = 40
 SAMPLE = 3  # traces of each preset
+PEERS = ["cerebras", "flax", "jmp", "keras", "megatron", "mpx", "tf_keras", "torch"]
+WIDE = ["apex", "deepspeed", "mxnet", "nnabla"]  # in float64
 
 
-def chosen(preset):
+def chosen(preset, precision="float32"):
     """Choose some traces, always the same ones."""
     traces = [t for t in load()[preset] if not t.refused]
-    traces = [t for t in traces if t.policy().precision == "float32"]
+    traces = [t for t in traces if t.policy().precision == precision]
     # TensorFlow flushes subnormal numbers; front ends stop the scale at 2^-24.
     traces = [t for t in traces if min(t.scales) >= FLOAT32_TINY]
     return random.Random(0).sample(traces, min(SAMPLE, len(traces)))
@@ -60,6 +63,24 @@ def run(policy, finite, amax):
     return scan(np.asarray(finite), np.asarray(sizes, "float32")).numpy()
 
 
+@pytest.mark.parametrize("preset", PEERS + (WIDE if BACKEND == "torch" else []))
+def test_the_optimizer_follows_its_peers(preset):
+    """Gradients that overflow where the peer's did move the scale as they moved it."""
+    traces = chosen(preset, "float64" if preset in WIDE else "float32")
+    trace = max(traces, key=lambda trace: trace.seen[:STEPS].count("0"))
+    finite = [event == "1" for event in trace.seen[:STEPS]]
+    loop, scales = Loop(scaled(trace.policy()), size=1), []
+    for good in finite:
+        loop.apply([1.0 if good else math.inf])
+        scales.append(loop.optimizer.scale)
+
+    ends = [end for end in trace.ends if end < len(finite)]
+    assert [scales[end] for end in ends] == trace.scales[: len(ends)]
+    assert 0 < finite.count(False)
+    assert np.isfinite(loop.weight).all()
+
+
+@of_tensorflow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_reproduce_their_peers(preset):
     """Each sequence yields exactly its recorded scales."""
@@ -69,6 +90,7 @@ def test_presets_reproduce_their_peers(preset):
         np.testing.assert_array_equal(scales.astype(float), trace.scales)
 
 
+@of_tensorflow
 @pytest.mark.parametrize("jit", [False, True])
 def test_our_own_policies_agree_with_plain_numbers(jit):
     """Headroom and the others, eagerly in a graph and under XLA."""
@@ -96,6 +118,7 @@ def test_our_own_policies_agree_with_plain_numbers(jit):
             assert float(values[names.index("scale")]) == plain.scale
 
 
+@of_tensorflow
 def test_ops_are_found_by_type_and_exact_at_powers_of_two():
     """Eager and symbolic tensors; the whole range of normal numbers."""
     import tensorflow as tf

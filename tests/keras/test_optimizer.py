@@ -98,18 +98,6 @@ def test_fit_skips_spoiled_batches_and_nothing_else(policy):
         np.testing.assert_allclose(one, other, atol=0.0 if policy is None else 2e-3)
 
 
-def test_nan_for_400_steps_leaves_finite_weights_and_a_positive_scale():
-    """Every loss is NaN: nothing is applied, and the scale stays within bounds."""
-    for policy in (None, "headroom"):
-        loop = Loop(scaled(policy, "adam"))
-        for _ in range(400):
-            loop.apply([math.nan] * 3)
-
-        assert loop.weight.tolist() == [1.0] * 3
-        assert 0.0 < loop.optimizer.scale < math.inf
-        assert len(loop.optimizer.rows()) == 64
-
-
 def test_the_log_has_what_became_of_the_last_steps():
     """Scale, next scale, norm, largest gradient and culprits, of unscaled gradients."""
     loop = Loop(scaled(initial_scale=4.0))
@@ -264,3 +252,23 @@ def test_use_makes_compile_take_ours():
     assert type(own.optimizer) is keras.optimizers.LossScaleOptimizer
     assert isinstance(wide.optimizer, SGD)
     assert "buoy" not in keras.Model.compile.__module__
+
+
+def test_the_last_use_counts():
+    """Also if they are undone in another order."""
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def compiled():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model.optimizer
+
+    try:
+        first, last = buoy.keras.use("headroom"), buoy.keras.use(buoy.Static())
+        assert compiled().policy == buoy.Static()
+        first.undo()
+        assert compiled().policy == buoy.Static()
+        last.undo()
+        assert type(compiled()) is keras.optimizers.LossScaleOptimizer
+    finally:
+        keras.config.set_dtype_policy("float32")

@@ -4,16 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.keras.nets import BACKEND
 
 PASSED = {"tensorflow": 22, "jax": 21, "torch": 29}  # as with Keras' own
-OTHERS = {
-    "optimizers/optimizer_sparse_test.py": "loss_scale",
-    "optimizers/multi_optimizer_test.py": "loss_scale or nested",
-    "trainers/trainer_test.py": "loss_scaling",
-}
+# The cases of other files that make or name the optimizer.
+SPARSE = "optimizers/optimizer_sparse_test.py"
+AVERAGES = "callbacks/swap_ema_weights_test.py"
+OTHERS = ["optimizers/multi_optimizer_test.py", "trainers/trainer_test.py"]
+CASES = (
+    "loss_scale_optimizer or blocks_nested or adds_loss_scaling or prevents_underflow"
+)
 
 
 def run(tmp_path, *arguments):
@@ -37,10 +37,14 @@ def test_the_file_about_the_optimizer_passes(tmp_path):
 
 
 def test_the_cases_of_other_files_pass(tmp_path):
-    """Sparse gradients, optimizers of several optimizers, and `compile`."""
-    if BACKEND == "torch":
-        pytest.skip("Keras on torch has no sparse gradients; the rest is the same")
-    told = run(tmp_path, *OTHERS, "-k", " or ".join(OTHERS.values()))
+    """Optimizers of several optimizers, `compile`, sparse gradients and averages.
 
-    assert "failed" not in told
-    assert int(told.split()[0]) >= 5, told
+    On torch Keras has no sparse gradients and skips FP16; its test of averages passes,
+    but compiles for a minute, so that it is left out there.
+    """
+    files, count = OTHERS, 3
+    if BACKEND != "torch":
+        files, count = [*OTHERS, SPARSE, AVERAGES], 7
+    told = run(tmp_path, *files, "-k", CASES)
+
+    assert told.startswith(f"{count} passed"), told

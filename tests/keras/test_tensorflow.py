@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import buoy
-from tests.keras.nets import BACKEND, data, net, scaled, weights
+from tests.keras.nets import BACKEND, data, net, scaled, weights, without
 
 pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
 
@@ -75,7 +75,10 @@ def test_fit_under_a_strategy_is_fit(strategy):
         model.fit(*data(spoil={3}), batch_size=8, shuffle=False, verbose=0)
         made.append(model)
 
-    rows = [[row.applied for row in model.optimizer.rows()] for model in made]
+    together, alone = (model.optimizer.rows() for model in made)
+    assert {row.norm for row in together} == {None}  # the sum is not made yet
+    assert all(row.norm > 0.0 for row in alone)
+    rows = [[row.applied for row in rows] for rows in (together, alone)]
     assert rows[0] == rows[1]
     assert rows[0].count(False) == 1
     for a, b in zip(weights(made[0]), weights(made[1]), strict=True):
@@ -163,3 +166,98 @@ def test_a_scaler_is_saved_by_checkpoints(tmp_path):
         LossScaler("apex")
     with pytest.raises(CallOrderError, match="No variable"):
         again.apply(optimizer, [None], [weight])
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+def test_loops_of_tf_keras_2(how):
+    """`get_scaled_loss`, `get_unscaled_gradients`, clipping by hand."""
+    optimizer = scaled(initial_scale=8.0)
+    weight = keras.Variable([1.0, 1.0])
+    optimizer.build([weight])
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_sum(weight * x))
+        grads = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight]))
+        clipped, norm = tf.clip_by_global_norm(grads, 5.0)
+        optimizer.apply_gradients(zip(clipped, [weight], strict=True))
+        return norm
+
+    run = compiled(step, how)
+
+    assert float(run(tf.constant([6.0, 8.0]))) == 10.0
+    run(tf.constant([1.0, math.inf]))
+    assert weight.numpy().tolist() == [-0.5, -1.0]  # 1 - 0.5 x (3, 4)
+    assert [row.applied for row in optimizer.rows()] == [True, False]
+    assert optimizer.scale == 4.0
+
+
+def test_an_optimizer_is_saved_by_checkpoints(tmp_path):
+    """With the model; both go on from there."""
+    x, y = data(spoil={3})
+    model, again = net(), net()
+    for one in (model, again):
+        one.compile(scaled("headroom", "adam"), "mse")
+        one.optimizer.build(one.trainable_variables)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = saved.save(str(tmp_path / "c"))
+    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(path)
+
+    assert again.optimizer.scale == model.optimizer.scale
+    assert len(again.optimizer.rows()) == 12
+    for one in (model, again):
+        one.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for a, b in zip(weights(model), weights(again), strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_a_scaler_for_tf_keras(how, tmp_path):
+    """An FP16 model and an optimizer of tf_keras; a checkpoint has all of it."""
+    tf_keras = pytest.importorskip("tf_keras")
+    from buoy.tensorflow import LossScaler
+
+    def make():
+        tf_keras.utils.set_random_seed(1)
+        half = {"dtype": tf_keras.mixed_precision.Policy("mixed_float16")}
+        model = tf_keras.Sequential(
+            [
+                tf_keras.layers.Dense(8, "tanh", input_shape=(4,), **half),
+                tf_keras.layers.Dense(1, **half),
+            ]
+        )
+        optimizer = tf_keras.optimizers.Adam(0.01, global_clipnorm=1.0)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, LossScaler(buoy.Static(init_scale=64.0))
+
+    def train(model, optimizer, scaler, arrays):
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                wide = tf.cast(model(x, training=True), tf.float32)
+                loss = scaler.scale(tf.reduce_mean((wide - y) ** 2))
+            variables = model.trainable_variables
+            return scaler.apply(optimizer, tape.gradient(loss, variables), variables)
+
+        run = compiled(step, how)
+        batches = zip(*(np.split(a, len(a) // 8) for a in arrays), strict=True)
+        return [bool(run(tf.constant(x), tf.constant(y))) for x, y in batches]
+
+    spoiled, clean, again = make(), make(), make()
+    applied = train(*spoiled, data(spoil={3, 7}))
+    assert [i for i, one in enumerate(applied) if not one] == [3, 7]
+    train(*clean, without({3, 7}))
+    names = ("model", "optimizer", "scaler")
+    saved = tf.train.Checkpoint(**dict(zip(names, spoiled, strict=True)))
+    path = saved.save(str(tmp_path / "c"))
+    tf.train.Checkpoint(**dict(zip(names, again, strict=True))).restore(path)
+
+    assert int(spoiled[1].iterations) == 10
+    assert again[2].rows() == spoiled[2].rows()
+    for made in (clean, again):
+        for a, b in zip(spoiled[0].variables, made[0].variables, strict=True):
+            assert np.array_equal(a.numpy(), b.numpy())
+    for made in (spoiled, again):
+        train(*made, data(spoil={2}))
+    for a, b in zip(spoiled[0].variables, again[0].variables, strict=True):
+        assert np.array_equal(a.numpy(), b.numpy())

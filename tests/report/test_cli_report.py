@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,26 @@ def test_mistakes_are_told(folder, arguments, code, said):
     assert (done.returncode, done.stdout) == (code, "")
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_shows_what_begins(folder):
+    """On a terminal only; what is printed stays as it is."""
+    main, other = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "buoy", "report", "a.buoy", "-p", "torch"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=other,
+        env={**os.environ, "PYTHONPATH": SOURCE, "TERM": "xterm"},
+    )
+    printed, _ = process.communicate(timeout=120)
+    os.close(other)
+    shown = os.read(main, 1 << 16).decode()
+    os.close(main)
+
+    assert 0 == process.returncode
+    assert b"The page is" in printed
+    assert "100%" in shown
+    stages = ["Reading a.buoy", "Drawing", "Replaying torch", "oracle", "Writing"]
+    found = [shown.index(stage) for stage in stages]
+    assert sorted(found) == found

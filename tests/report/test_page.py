@@ -93,6 +93,7 @@ def requests(browser):
     return [url for url in urls if not url.startswith(("file:", "data:", "blob:"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("which", ["page", "both"])
@@ -276,6 +277,7 @@ def test_names_from_a_file_stay_text(show, tmp_path):
     assert requests(browser) == []
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_fit_in_three_megabytes(show, tmp_path):
     """Skips all drawn, and the page still opens."""
     trace = record(tmp_path / "long.buoy", 100_000, shots=100)

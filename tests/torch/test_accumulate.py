@@ -249,7 +249,7 @@ def test_mistakes_are_told():
         opened.backward(loss_of(model, 0))
         with pytest.raises(CallOrderError, match="add up the losses"):
             opened.backward(loss_of(model, 1))
-        with pytest.raises(CallOrderError, match="open already"):
+        with pytest.raises(CallOrderError, match="while another one is open"):
             scaler.accumulate(1, optimizer).__enter__()
         for method in (
             scaler.step,

@@ -29,12 +29,12 @@ def run(scaler, *events):
 def test_a_loaded_scale_outside_of_the_bounds_is_mended_and_told():
     """A checkpoint from elsewhere does not lift a ceiling."""
     scaler = GradScaler("cpu", init_scale=256.0, max_scale=1024.0)
-    with pytest.warns(BuoyWarning, match="goes on from 1024"):
+    with pytest.warns(BuoyWarning, match="continues from 1024"):
         scaler.load_state_dict(Stock("cpu").state_dict())
     assert scaler.get_scale() == 1024.0
 
 
-@pytest.mark.filterwarnings("ignore:The loaded state is of policy")
+@pytest.mark.filterwarnings("ignore:The loaded state is from policy")
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("policy", [None, "headroom"])
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])

@@ -14,7 +14,7 @@ CALLS = [
     "other step", "other unscale",
 ]  # fmt: skip
 
-REFUSED = ("found other gradients", "No loss was scaled since")
+REFUSED = ("found gradients that have changed", "No loss was scaled since")
 
 
 class Run:
@@ -93,3 +93,25 @@ def test_any_order_of_calls_ends_as_with_torch(optimizer, calls):
     for left, right in zip(ours.models, stock.models, strict=True):
         for p, q in zip(left.parameters(), right.parameters(), strict=True):
             assert torch.equal(p.nan_to_num(7.0), q.nan_to_num(7.0))
+
+
+def test_a_library_may_multiply_by_the_scale_itself():
+    """It creates the scale, and never calls `scale`: nothing is stale."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    for step in range(3):
+        optimizer.zero_grad()
+        (loss_of(model, step) * scaler.get_scale()).backward()
+        scaler.step(optimizer)
+        assert scaler.last_step.applied
+        scaler.update()
+    assert 128.0 == scaler.get_scale()
+
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 3)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(CallOrderError, match="No loss was scaled since"):
+        scaler.step(optimizer)

@@ -4,6 +4,7 @@ Counts do not depend on the machine, so they can be held where times cannot.
 Run as a script it prints them: `python tests/torch/test_calls.py`.
 """
 
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.amp import grad_scaler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import buoy
 from buoy.torch import GradScaler
@@ -67,6 +70,107 @@ def test_an_iteration_makes_no_more_calls_than_it_did(kind):
     """Every one of them, not their mean."""
     for seen in counts(kind):
         assert seen.total() <= MOST[kind], seen.most_common()
+
+
+class Passes(TorchDispatchMode):
+    """Count the operators that read or write any of some tensors' memory."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.memory = {tensor.data_ptr() for tensor in tensors}
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = tree_leaves((args, kwargs))
+        held = {x.data_ptr() for x in given if isinstance(x, torch.Tensor)}
+        if held & self.memory:
+            self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+COUNT = 20
+ONE_PASS = {
+    "unscale_": {CHECK: 1},
+    "clip_grad_norm_": {"_foreach_norm": 1, "_foreach_mul_": 1},
+    "fused clip_grad_norm_": {"_foreach_norm": 1},
+}
+# Of a policy that wants the largest gradient; beside each other, for the cache.
+MEASURED = {
+    "unscale_": {"aminmax": COUNT, CHECK: 1},
+    "clip_grad_norm_": {
+        "linalg_vector_norm": COUNT,
+        "aminmax": COUNT,
+        "_foreach_mul_": 1,
+    },
+    "largest": {"aminmax": COUNT, "_foreach_mul_": 1},
+    "fused check": {"aminmax": COUNT},
+}
+CHECKED = {100: {CHECK: 1}, 8192: {CHECK: 1}, 8193: {"sum": COUNT}}
+
+
+def gradients_of(scaler, size=100, **options):
+    """Leave gradients of COUNT parameters; return them and their optimizer."""
+    params = [torch.nn.Parameter(torch.randn(size)) for _ in range(COUNT)]
+    scaler.scale(sum(param.square().sum() for param in params)).backward()
+    optimizer = torch.optim.SGD(params, lr=1e-3, **options)
+    return [param.grad for param in params], optimizer
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_what_a_policy_wants_is_measured_on_the_way(kind):
+    """The largest gradient shows what is not finite, too."""
+    scaler = GradScaler("cpu", policy="lognormal")
+    grads, optimizer = gradients_of(scaler, fused=kind.startswith("fused"))
+    with Passes(grads) as passes:
+        if kind == "unscale_":
+            scaler.unscale_(optimizer)
+        elif kind == "fused check":
+            scaler._check_inf_per_device(optimizer)
+        else:
+            order = math.inf if kind == "largest" else 2.0
+            scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert MEASURED[kind] == passes.seen
+
+
+@pytest.mark.parametrize("size", CHECKED)
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_check_takes_the_cheapest_kernel(size, bad):
+    """A sum beats torch's kernel for large gradients; which one is bad needs both."""
+    scaler = GradScaler("cpu")
+    grads, optimizer = gradients_of(scaler, size, fused=True)
+    if bad:
+        grads[3][7] = math.inf
+    with Passes(grads) as passes:
+        flags = scaler._check_inf_per_device(optimizer)
+    assert float(bad) == flags[torch.device("cpu")].item()
+    further = {CHECK: 1} if bad else {}
+    assert {**CHECKED[size], **further} == passes.seen
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_gradients_are_read_once(kind, hidden, monkeypatch):
+    """One pass checks and unscales; with clipping one measures, and one writes."""
+    if hidden:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
+    params = [torch.nn.Parameter(torch.randn(100)) for _ in range(20)]
+    fused = kind.startswith("fused")
+    optimizer = torch.optim.SGD(params, lr=1e-3, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1.0)  # the least that is safe to divide by
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(sum(param.square().sum() for param in params)).backward()
+        with Passes([param.grad for param in params]) as passes:
+            if kind.endswith("clip_grad_norm_"):
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            else:
+                scaler.unscale_(optimizer)
+        if hidden and kind != "unscale_":
+            passes.seen -= Counter(aminmax=len(params))  # an overflow of the norm only
+        assert ONE_PASS[kind] == passes.seen
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def test_calls_are_counted():

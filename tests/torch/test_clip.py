@@ -351,7 +351,7 @@ def test_duplicate_rows_of_a_sparse_gradient_are_clipped_as_their_sum(by):
     torch.testing.assert_close(*moved)
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, 4.0, math.inf])
 def test_complex_gradients_have_torch_s_norm(order):
     """The magnitude of 3 - 4i is 5, whatever the order."""
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
@@ -663,3 +663,19 @@ def test_a_disabled_scaler_reports_the_norm_before_clipping():
         scaler.update()
         norms.append(scaler.last_step.norm)
     assert norms == [pytest.approx(2e6**0.5), None, pytest.approx(2e6**0.5)]
+
+
+def test_a_count_is_not_divided_by_the_scale():
+    """The norm of order 0 counts, whatever multiplies the gradients; as in torch."""
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(layer(torch.ones(4, 3)).sum()).backward()
+    plain = [param.grad.clone() / 2.0**16 for param in layer.parameters()]
+
+    expected = torch.nn.utils.get_total_norm(plain, 0.0)
+    assert expected == scaler.clip_grad_norm_(optimizer, 100.0, norm_type=0)
+    scaler.clip_grad_norm_(optimizer, 100.0, norm_type=2)
+    assert expected == scaler.clip_grad_norm_(optimizer, 100.0, norm_type=0)
+    for param, grad in zip(layer.parameters(), plain, strict=True):
+        torch.testing.assert_close(param.grad, grad)

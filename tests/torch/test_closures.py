@@ -355,7 +355,7 @@ def test_a_closure_without_a_loss_is_refused(result):
         loss = loss_of(model, 0)
         return {"none": None, "number": loss.item(), "detached": loss.detach()}[result]
 
-    misuse(closure, "called no `backward")
+    misuse(closure, "did not call `backward")
 
 
 def test_updating_in_the_closure_is_refused():

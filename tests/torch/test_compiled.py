@@ -195,6 +195,26 @@ def test_what_was_unscaled_outside_is_not_unscaled_again_inside():
         finish()
 
 
+def test_what_was_clipped_inside_is_not_stepped_outside():
+    """An eager step would divide by the scale, and forget that it was clipped."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def clip():
+        return scaler.clip_grad_norm_(optimizer, 1e-3)
+
+    scaler.scale(loss_of(model, 0)).backward()
+    clip()
+    with pytest.raises(DeviceModeError, match="ignore the graph's clipping"):
+        scaler.step(optimizer)
+
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 class Spread:
     """A loss whose gradients span 8 factors of two: none underflows."""
 
@@ -225,6 +245,7 @@ class Spread:
 HEIGHTS = [1.0 + 0.5 * (step % 5) for step in range(50)]
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(trace_autograd_ops=True, error_on_recompile=True)
 def test_small_gradients_are_counted_at_the_same_turns():
     """A graph that is compiled once follows the schedule; saving does not disturb."""

@@ -553,7 +553,7 @@ def test_mistakes_are_told():
         group.group("b")
     with pytest.raises(OptionError, match="with the first"):
         scaler.group("a", init_scale=2.0)
-    with pytest.raises(OptionError, match=r"own sync.*may differ in init_scale"):
+    with pytest.raises(OptionError, match=r"own sync.*may have its own init_scale"):
         scaler.group("c", sync="never")
     with pytest.raises(OptionError, match=r"scaler\.update\(\)"):
         group.update()

@@ -1,5 +1,6 @@
 """`buoy.torch.install`, and `ShardedGradScaler`: torch's names and arguments."""
 
+import abc
 import inspect
 import pickle
 import sys
@@ -127,3 +128,20 @@ def test_the_sharded_scaler_is_installed_with_its_order_of_arguments():
     assert isinstance(scaler, ShardedGradScaler)
     assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 4.0)
     assert ShardedGradScaler("cpu", 8.0, 0.25).get_backoff_factor() == 0.25
+
+
+def test_scalers_that_were_created_elsewhere_are_instances_of_torchs_class():
+    """Libraries check what they are given; subclasses of theirs stay as narrow."""
+    before, sharded, own = TORCHS("cpu"), SHARDED("cpu"), GradScaler("cpu")
+    with install():
+
+        class Theirs(torch.amp.GradScaler, abc.ABC):
+            pass
+
+        for scaler in (before, sharded, own, torch.amp.GradScaler("cpu")):
+            assert isinstance(scaler, torch.amp.GradScaler)
+            assert not isinstance(scaler, Theirs)
+        assert isinstance(sharded, sharded_grad_scaler.ShardedGradScaler)
+        assert not isinstance(own, sharded_grad_scaler.ShardedGradScaler)
+        assert isinstance(Theirs("cpu"), (torch.amp.GradScaler, Theirs))
+        assert not isinstance(3, torch.amp.GradScaler)

@@ -192,7 +192,7 @@ def test_unknown_names_come_with_the_closest(name, said):
     assert said in str(told.value)
     assert repr(name) in str(told.value)
     assert type(model.head) is torch.nn.Linear
-    with pytest.raises(OptionError, match="No module was named"):
+    with pytest.raises(OptionError, match="No module was given"):
         keep_fp32(model)
 
 

@@ -271,7 +271,7 @@ def half():
 MISTAKES = {
     tied: "Untie them",
     tied_outside: "Untie them",
-    nested: "lie beside each other",
+    nested: "pass blocks that are not nested",
     half: "torch.autocast",
     lambda: (Tangled(), "layers"): "name of the ModuleList",
     lambda: (Tangled(), nn.Conv2d): "or their class",

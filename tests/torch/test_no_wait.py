@@ -123,6 +123,32 @@ def test_other_optimizers_read_exactly_once():
         assert len(reads) == 6
 
 
+@pytest.mark.parametrize("policy", [None, "backoff", "lognormal"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_that_read_brings_all_that_the_policy_needs(policy, clip, monkeypatch):
+    """So that a step is over, scale and outcome known, after one wait."""
+    monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = GradScaler("cpu", policy=policy)
+    for step, event in enumerate(["ok", "ok", "inf", "ok"]):
+        reads, known = [], []
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        spoil(model, event)
+        with counting(reads):
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert event == "inf" or len(reads) == 1
+        with counting(known):
+            assert scaler.last_step.applied == (event == "ok")
+            if policy is not None:  # torch's rule runs on the device
+                assert scaler.last_step.next_scale > 0
+        assert not known
+
+
 class counting(TorchFunctionMode):  # noqa: N801
     """Count the values that are read."""
 

@@ -498,7 +498,7 @@ def test_mistakes_are_told():
         scaler.run(step, modules=())
     with pytest.raises(OptionError, match="`retries` must be"):
         scaler.run(step, optimizer, modules=(), retries=-1)
-    with pytest.raises(OptionError, match="come back the same at any scale"):
+    with pytest.raises(OptionError, match="does not change the other verdicts"):
         scaler.run(step, optimizer, modules=(), retry_on=["forward_nonfinite"])
     with pytest.raises(OptionError, match=r"scaler\.run"):
         scaler.group("a").run(step)

@@ -145,6 +145,7 @@ def test_no_masters_are_kept():
     assert 0 == sum(pair.master.numel() for pair in masters._pairs.values())
 
 
+@pytest.mark.slow
 def test_chance_trains_where_the_nearest_stands_still():
     """As in FP32, and as with masters; `benchmarks/rounding.py` prints more."""
     ends = {way: final_loss(way, 600) for way in ("fp32", "nearest", "stochastic")}

@@ -4,6 +4,8 @@ import copy
 import gzip
 import json
 import math
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from no_host_reads import no_host_reads
 
 from buoy import PolicyError, Verdict
 from buoy.torch import GradScaler, OptionError, SpikeGuard
+from buoy.trace import load
 
 TRACES = sorted(
     (Path(__file__).parents[2] / "benchmarks/headroom/traces").glob("*.json.gz")
@@ -214,3 +217,44 @@ def test_a_scaler_with_a_guard_can_be_copied_after_steps():
     assert other.state_dict() == scaler.state_dict()
     train(other, model, optimizer, [3])
     assert other.last_step.applied
+
+
+@pytest.mark.parametrize("mode", ["skip", "clip"])
+def test_an_optimizer_that_checks_for_itself_is_refused(mode):
+    """It asks the scaler for the flags anew: the guard's decision would be lost."""
+
+    class TakesScaler(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            grad_scaler._check_inf_per_device(self)
+
+    model = net()
+    optimizer = TakesScaler(model.parameters(), lr=0.1)
+    scaler = scaler_with(mode)
+    scaler.scale(loss_of(model, 0)).backward()
+
+    with pytest.raises(OptionError, match="TakesScaler.*takes `grad_scaler`"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_recorded_spike_is_called_one(tmp_path, hidden):
+    """Also where the host learns of the skip later."""
+    mode = partial(no_host_reads, hidden=True) if hidden else nullcontext
+    model = net()
+    optimizer = OPTIMIZERS["fused adamw"](model.parameters())
+    scaler = scaler_with(QUICK, trace=tmp_path / "run.buoy")
+    for step in range(24):
+        optimizer.zero_grad()
+        loss = loss_of(model, step) * (1e4 if step == 20 else 1.0)
+        with mode():
+            scaled = scaler.scale(loss)
+        scaled.backward()
+        with mode():
+            scaler.step(optimizer)
+            scaler.update()
+    scaler.trace.close()
+
+    rows = load(tmp_path / "run.buoy").rows
+    assert [(20, Verdict.SPIKE)] == [(r.step, r.verdict) for r in rows if not r.applied]

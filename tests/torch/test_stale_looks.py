@@ -199,7 +199,7 @@ def test_losses_that_were_scaled_together_and_run_back_apart(fused, look):
     first.backward()
     getattr(scaler, look)(optimizer, *([1.0] if "clip" in look else []))
     second.backward()
-    with pytest.raises(CallOrderError, match="found other gradients"):
+    with pytest.raises(CallOrderError, match="found gradients that have changed"):
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones(2))
 
@@ -280,7 +280,7 @@ def test_a_further_backward_pass_is_refused_whatever_came_before(
     scaler = GradScaler("cpu", sync=sync)
     unscaled_by(way, scaler, optimizer, param)
     scaler.scale(param.sum() * times).backward()
-    with pytest.raises(CallOrderError, match="found other gradients"):
+    with pytest.raises(CallOrderError, match="found gradients that have changed"):
         getattr(scaler, then)(optimizer, *([1.0] if "clip" in then else []))
     assert torch.equal(param, torch.ones(2))
 
@@ -294,7 +294,7 @@ def test_a_backward_pass_past_the_scaler_is_refused_after_a_sum(fused, way):
     scaler = GradScaler("cpu")
     unscaled_by(way, scaler, optimizer, param)
     (param.sum() * math.nan).backward()
-    with pytest.raises(CallOrderError, match="found other gradients"):
+    with pytest.raises(CallOrderError, match="found gradients that have changed"):
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones(2))
 
@@ -348,7 +348,7 @@ def test_gradients_of_two_optimizers_are_divided_once(tied, look, fused, sync):
     other.grad = param.grad
     arguments = [9.0] if "clip" in look else []
     getattr(scaler, look)(first, *arguments)
-    with pytest.raises(CallOrderError, match="inspected or unscaled already"):
+    with pytest.raises(CallOrderError, match="already checked or unscaled"):
         getattr(scaler, look)(second, *arguments)
 
 

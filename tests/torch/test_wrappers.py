@@ -359,3 +359,32 @@ def test_a_flag_that_was_added_up_over_ranks_skips(fused):
     scaler.step(optimizer)
     scaler.update()
     assert all(param.isfinite().all() for param in model.parameters())
+
+
+class Itself(torch.optim.AdamW):
+    """Looks like a wrapper, and wraps itself."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.01, fused=True)
+        self.base = self
+        self.given = []
+
+    def step(self, closure=None):
+        """Note what it is given."""
+        self.given.append((self.grad_scale.item(), self.found_inf.item()))
+        return super().step(closure)
+
+
+def test_an_optimizer_that_holds_itself_is_one():
+    """It gets `grad_scale` and `found_inf` once, and gives them back."""
+    models = net(), net()
+    own = Itself(models[0].parameters())
+    usual = torch.optim.AdamW(models[1].parameters(), lr=0.01, fused=True)
+    scalers = [GradScaler("cpu", init_scale=64.0) for _ in models]
+    seen = train(scalers[0], models[0], own, EVENTS)
+
+    assert seen == train(scalers[1], models[1], usual, EVENTS)
+    assert own.given[:3] == [(64.0, 0.0), (64.0, 1.0), (32.0, 0.0)]
+    assert not {"grad_scale", "found_inf"} & vars(own).keys()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -47,7 +47,7 @@ def spoiled(path, *statements):
 )
 def test_a_schema_that_is_not_ours_is_not_touched(path, statement):
     """Views, triggers and columns that compute are refused before anything is read."""
-    with pytest.raises(TraceError, match="not a recorded run"):
+    with pytest.raises(TraceError, match="not a run recorded by Buoy"):
         buoy.trace.load(spoiled(path, statement))
 
 
@@ -100,7 +100,7 @@ def test_every_kind_of_foreign_file_is_refused(path, tmp_path):
     (tmp_path / "text").write_text("SQLite format")
     (tmp_path / "empty").write_bytes(b"")
     for name in ("other.db", "text", "empty"):
-        with pytest.raises(TraceError, match="not a recorded run"):
+        with pytest.raises(TraceError, match="not a run recorded by Buoy"):
             buoy.trace.load(tmp_path / name)
     with pytest.raises(TraceError, match="Cannot read"):
         buoy.trace.load(tmp_path)

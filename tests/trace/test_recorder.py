@@ -122,6 +122,7 @@ def test_histograms_come_back_as_they_went_in(tensors):
     assert read == {str(number): seen for number, seen in tensors.items()}
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_take_less_than_a_hundred_bytes_each(tmp_path):
     """With every column measured, no two alike, and one in a hundred skipped."""
     path = tmp_path / "run.buoy"
@@ -221,7 +222,7 @@ def test_somebody_elses_file_is_left_alone(tmp_path):
     """Recording stops with one warning, and the file is as it was."""
     path = tmp_path / "thesis.txt"
     path.write_text("do not touch")
-    with pytest.warns(TraceWarning, match="left alone"):  # noqa: SIM117
+    with pytest.warns(TraceWarning, match="it was not changed"):  # noqa: SIM117
         with Recorder(path) as recorder:
             recorder.step(scale=1.0, applied=True)
     assert path.read_text() == "do not touch"

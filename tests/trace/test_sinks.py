@@ -135,6 +135,7 @@ def test_mlflow(tmp_path):
     assert client.get_run(sink.run_id).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path, monkeypatch):
     """Offline: what was logged is in the file that would be sent."""
     import wandb

@@ -89,7 +89,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     out, err = run.communicate()
     assert (run.returncode, out) == (0, "trained\n")
     assert err.count("TraceWarning") == 1
-    assert "Training goes on" in err
+    assert "Training continues" in err
     assert 0 < len(buoy.trace.load(path).rows) < 20_000
 
 
@@ -275,6 +275,6 @@ def test_a_script_that_just_ends_hears_what_was_lost(tmp_path):
 def test_a_pipe_in_place_of_the_file_is_left_alone(tmp_path):
     """Opening it would never return."""
     os.mkfifo(tmp_path / "run.buoy")
-    with pytest.warns(TraceWarning, match="left alone"):  # noqa: SIM117
+    with pytest.warns(TraceWarning, match="it was not changed"):  # noqa: SIM117
         with Recorder(tmp_path / "run.buoy") as recorder:
             recorder.step(scale=2.0, applied=True)

@@ -105,7 +105,7 @@ def _need_x64() -> None:
     if jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         message = (
             "This policy computes its scale in float64, which JAX has switched off. "
-            'Call `jax.config.update("jax_enable_x64", True)` first, or take a policy '
+            'Call `jax.config.update("jax_enable_x64", True)` first, or use a policy '
             "with `arithmetic='single'`, e.g. 'backoff' or 'headroom'."
         )
         raise PolicyError(message)

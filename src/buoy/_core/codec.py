@@ -18,6 +18,7 @@ from buoy._core.policies.registry import saved_classes
 __all__ = ["VERSION", "decode", "encode", "register"]
 
 VERSION = 1
+_CEILING = {"ceiling", "patience", "waited", "hold", "mark"}  # of `HeadroomState`
 
 _KINDS: dict[str, type[Any]] = {}
 
@@ -55,7 +56,7 @@ for _kind in saved_classes():
 def encode(value: Any) -> dict[str, Any]:
     """Encode a policy or a state as a dict of plain numbers, strings and lists.
 
-    Reads numbers on a device: the only place of the core that waits.
+    If the numbers are on a device, this reads them, and waits for the device.
 
     Example:
         >>> from buoy._core.policies.static import Static
@@ -111,14 +112,16 @@ def _plain(value: Scalar) -> Any:
 
 
 def _upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a `HeadroomState` without a ceiling, and a `Backoff` of a preset.
+    """Upgrade a `HeadroomState` without a ceiling or mark, and a preset's `Backoff`.
 
-    The first was saved before the rule had a ceiling, the second before presets had
-    their own class.
+    The first was saved before its rule had these, the second before presets had their
+    own class.
     """
-    if saved.get("kind") == "HeadroomState" and "clean" in saved:
+    if saved.get("kind") == "HeadroomState":
         kept = {name: value for name, value in saved.items() if name != "clean"}
-        return _encode(Headroom().init()) | kept
+        first = _encode(Headroom().init())
+        new = _CEILING if "clean" in saved else {"mark"}
+        return first | kept if first.keys() - kept.keys() == new else saved
     moved = {"quirks", "growth_step"}
     if saved.get("kind") != "Backoff" or not moved <= saved.keys():
         return saved
@@ -133,7 +136,8 @@ def _decode(saved: dict[str, Any]) -> Any:
     if kind is None:
         message = (
             f"Unknown kind {saved.get('kind')!r}. Known: {', '.join(sorted(_KINDS))}. "
-            "A third party's class is read after `buoy.register(ItsClass)`."
+            "To load a class of your own or of another package, call `buoy.register` "
+            "with it first."
         )
         raise StateVersionError(message)
     expected = {field.name: field for field in fields(kind) if field.init}

@@ -53,7 +53,7 @@ class StuckWarning(BuoyWarning):
 
 
 class PolicyError(BuoyError, ValueError):
-    """A policy was configured with a value that it cannot work with."""
+    """A policy has an invalid setting, or returned an invalid scale."""
 
 
 class UnknownPolicyError(BuoyError, LookupError):
@@ -73,21 +73,21 @@ class MissingBackendError(BuoyError, ImportError):
 
 
 class CallOrderError(BuoyError, RuntimeError, AssertionError):
-    """Calls are missing, doubled or in the wrong order: change the loop.
+    """Calls are missing, repeated or in the wrong order: change the loop.
 
-    Torch raises RuntimeError or AssertionError in such places; this is both.
+    It is also a RuntimeError and an AssertionError, which torch raises in such cases.
     """
 
 
 class OptionError(BuoyError, ValueError, TypeError, AssertionError, AttributeError):
     """An argument cannot be used: pass another one.
 
-    Frameworks raise any of the four builtins in such places; this is all of them.
+    It is also each of the four builtins that frameworks raise in such cases.
     """
 
 
 class ScaleCollapsedError(BuoyError, ArithmeticError):
-    """The scale would fall below the level at which its policy gives up.
+    """The scale reached the minimum at which its policy stops the run.
 
     `state` is the state to continue from after catching this.
     """
@@ -98,7 +98,7 @@ class ScaleCollapsedError(BuoyError, ArithmeticError):
 
 
 class StuckError(ScaleCollapsedError):
-    """Training makes no progress; `verdict` is the reason of the last skip."""
+    """Training makes no progress; `verdict` is the reason for the last skip."""
 
     def __init__(self, message: str, verdict: object = None) -> None:
         super().__init__(message)

@@ -102,7 +102,7 @@ _LOOKED_FOR: set[str] = set()
 
 
 def ops_of(*values: Scalar) -> Ops:
-    """Return the functions for these numbers: the first that is not plain decides.
+    """Return the functions for these numbers, by the first that is not plain.
 
     A class may define its functions as `__buoy_ops__`.
 

@@ -14,7 +14,9 @@ __all__ = ["COLUMNS", "LENGTH", "UNKNOWN", "rows_of"]
 
 COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
 LENGTH = 2 * HISTORY  # steps that a log keeps
-UNKNOWN = -1.0  # not NaN, at which `jax_debug_nans` would stop
+# No size is negative, also once it is divided by a scale; not NaN, at which
+# `jax_debug_nans` would stop.
+UNKNOWN = -1.0
 
 
 def rows_of(
@@ -57,4 +59,4 @@ offenders=('w',))]
 
 
 def _known(number: float) -> float | None:
-    return None if number == UNKNOWN else number
+    return None if number < 0.0 else number

@@ -39,10 +39,10 @@ class Judged(NamedTuple):
 class SpikeGuard:
     """Skip, or clip, a step whose unscaled gradient norm is an outlier.
 
-    A spike is more than `threshold` mean deviations (of the logarithm), and more than
-    a factor of `least`, above the usual norm.  The first `warmup` steps are never
-    spikes; `memory` is the span of the running distribution in steps; after `patience`
-    spikes in a row the new level is accepted.
+    A norm is a spike if it is more than `threshold` mean deviations (of its logarithm),
+    and more than a factor of `least`, above the usual norm.  The first `warmup` steps
+    are never spikes.  `memory` is the span of the running distribution, in steps.
+    After `patience` spikes in a row, the new level is accepted.
 
     Example:
         >>> guard = SpikeGuard(warmup=4)

@@ -31,7 +31,7 @@ def map_state(function: Callable[[Scalar], Scalar], state: _S) -> _S:
 class Seen:
     """The findings about one step's gradients, combined over all ranks.
 
-    `None` is "not measured".  The fields may be tensors or tracers, so they are never
+    `None` means "not measured".  The fields may be tensors or tracers, so they are not
     validated.
 
     Example:

@@ -78,8 +78,8 @@ VERDICTS = {
     Verdict.FORWARD_NONFINITE: Meaning(
         seen="the loss was inf or NaN before it was scaled",
         remedy=(
-            "no scale can cure that: look at the inputs, the labels and the module "
-            "that first turns non-finite"
+            "no scale can fix this: check the inputs, the labels and the first module "
+            "whose output is not finite"
         ),
         grave=True,
         marker="x",
@@ -106,7 +106,7 @@ VERDICTS = {
         marker="plus",
     ),
     Verdict.DIVERGENCE: Meaning(
-        seen="the loss has been climbing for several steps",
+        seen="the loss has been rising for several steps",
         remedy="lower the learning rate or clip",
         curable=True,
         marker="star",

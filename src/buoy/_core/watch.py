@@ -76,15 +76,15 @@ class Stuck:
         """The cause and the remedy, as sentences."""
         if self.zeros and self.scale >= _CEILING:
             return (
-                "Nothing is learned. Either the gradients vanish, or they do not carry "
-                "the scale: then each is divided by a scale that it was never "
-                "multiplied by. Take them from a loss that was scaled."
+                "Nothing is learned. Either the gradients vanish, or they are divided "
+                "by a scale that they were never multiplied by. Compute them from the "
+                "scaled loss."
             )
         if self.zeros and self.scale <= MIN_SCALE:
             return (
-                "Nothing is learned. If overflows lowered the scale to this, find what "
-                "overflowed, or return to an earlier checkpoint. Then set a higher "
-                "scale, also if it is static."
+                "Nothing is learned. Set a higher scale, also if it is static. If "
+                "overflows lowered it, first find what overflowed, or go back to an "
+                "earlier checkpoint."
             )
         if self.zeros:
             return (
@@ -169,8 +169,8 @@ class Watch:
     ) -> None:
         if on_stuck not in ("warn", "raise") and not callable(on_stuck):
             message = (
-                "`on_stuck` must be 'warn', 'raise' or a callable that takes what "
-                f"happened, got {on_stuck!r}."
+                "`on_stuck` must be 'warn', 'raise' or a callable that takes a "
+                f"`Stuck`, got {on_stuck!r}."
             )
             raise OptionError(message)
         if not isinstance(patience, int) or patience < 1:

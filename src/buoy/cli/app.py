@@ -24,7 +24,7 @@ __all__ = ["app", "run"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="buoy")
 def app() -> None:
-    """Keep half-precision gradients afloat: loss scaling for mixed precision.
+    """Loss scaling for mixed-precision training: check, record and compare runs.
 
     Every command takes --json.  Exit codes: 0 done, 1 invalid input (a
     file, a policy), 2 wrong usage.

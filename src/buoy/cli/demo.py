@@ -40,11 +40,11 @@ def demo(names: tuple[str, ...], *, as_json: bool, **chosen: Any) -> None:
     """Train small models in FP32 and FP16, side by side, and write a report.
 
     WORKLOAD is one of field-1, field-1e-3, field-1e-5, jump-down, jump-up, bandit,
-    bce, letters, or the beginning of some (field); all of them if none is named.
+    bce, letters, or the beginning of several names (field).  Default: all of them.
 
-    Each is trained in FP32, in FP16 without scaling, with three fixed scales, with
-    torch's GradScaler and with Buoy's Headroom.  Ctrl-C stops early and reports what
-    there is.
+    Each is trained in FP32, and in FP16 without scaling, with three fixed scales, with
+    torch's GradScaler and with Buoy's Headroom.  Ctrl-C stops early and reports the
+    results so far.
     """
     extra = {spec: made(spec) for spec in chosen.pop("specs")}
     from buoy.cli.show import show  # noqa: PLC0415 - imports torch

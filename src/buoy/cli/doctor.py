@@ -16,7 +16,7 @@ __all__ = ["doctor"]
 
 
 @click.command(
-    short_help="Run a script for some steps, say what is wrong.",
+    short_help="Run a script for some steps, report mistakes.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
@@ -24,13 +24,13 @@ __all__ = ["doctor"]
     default=50,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Steps to watch; the script is ended after them.",
+    help="Steps to watch; then the script is stopped.",
 )
 @click.option(
     "--force-skip",
     is_flag=True,
     help="Make the tenth step overflow if none was skipped, to see whether schedulers "
-    "wait. Changes the run: that batch is lost.",
+    "wait. This changes the run: that batch is lost.",
 )
 @PROGRAM
 @JSON
@@ -43,11 +43,11 @@ def doctor(
     module: bool,
     as_json: bool,
 ) -> int:
-    """Run SCRIPT for some steps, unedited, and say what is wrong with it.
+    """Run SCRIPT for some steps, without changes, and report what is wrong with it.
 
-    Works with torch's GradScaler and Buoy's, however they are imported.  ARGS are the
-    script's own; options of this command go before SCRIPT.  Exit code 0 if nothing
-    wrong was found, else 1.
+    Works with torch's GradScaler and Buoy's, however they are imported.  ARGS are
+    passed to the script; options of this command go before SCRIPT.  The exit code is 0
+    if nothing wrong was found, otherwise 1.
     """
     from buoy.diagnose.doctor import examine  # noqa: PLC0415 - imports torch
     from buoy.diagnose.program import exit_code  # noqa: PLC0415

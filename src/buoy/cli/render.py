@@ -3,14 +3,25 @@
 import dataclasses
 import inspect
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from buoy._core.text import printable
 
-__all__ = ["describe", "json_out", "percent", "plain", "scale", "table", "value_text"]
+__all__ = [
+    "describe",
+    "json_out",
+    "percent",
+    "plain",
+    "scale",
+    "stages",
+    "table",
+    "value_text",
+]
 
 _NARROWEST = 78
 _NAME = 24  # characters of a name that are kept on one line
@@ -21,6 +32,20 @@ def json_out(document: dict[str, Any]) -> None:
     import json  # noqa: PLC0415 - slow to import
 
     click.echo(json.dumps(plain(document), allow_nan=False))
+
+
+@contextmanager
+def stages(count: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on a terminal; yield a function that begins a named stage."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with click.progressbar(
+        length=count, file=sys.stderr, item_show_func=lambda name: name, width=24
+    ) as bar:
+        bar.pos = -1  # the first stage begins at 0
+        yield lambda name: bar.update(1, printable(name))
+        bar.update(1, "")
 
 
 def plain(value: Any) -> Any:

@@ -1,22 +1,21 @@
 """`buoy replay`: what other policies would have done."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
 
 from buoy._core.policies.policy import Policy
-from buoy._core.replay.compare import Replayed, oracle
-from buoy._core.replay.compare import replay as run
+from buoy._core.replay.compare import Replayed, replay_with_oracle
 from buoy._core.replay.trace import Trace
 from buoy._core.replay.walk import log2_of
 from buoy._core.text import printable
-from buoy.cli.render import describe, json_out, percent, scale, table
+from buoy.cli.render import describe, json_out, percent, scale, stages, table
 from buoy.cli.spec import FILE, FORMAT, JSON, POLICY, made, opened
 
-__all__ = ["compare", "named", "replay"]
+__all__ = ["USUAL", "compare", "named", "replay"]
 
-_USUAL = ("headroom", "torch", "megatron")
+USUAL = ("headroom", "torch", "megatron")
 # As the fields of `Replayed` are called.
 _COLUMNS = (
     "name", "skipped", "weight\nunderflow", "activation\nunderflow", "mean\nscale",
@@ -34,7 +33,7 @@ _COLUMNS = (
     multiple=True,
     help="A policy to run, with parameters, e.g. torch:init_scale=2**10; one of your "
     "own as MODULE:CLASS or FILE.py:CLASS. Repeatable. "
-    f"[default: {', '.join(_USUAL)}]",
+    f"[default: {', '.join(USUAL)}]",
 )
 @FORMAT
 @JSON
@@ -46,14 +45,17 @@ def replay(
     FILE may also be synthetic:KIND[:steps=N,seed=N], with KIND of stationary, spikes,
     step_up, step_down, drift_down, drift_up, saw, noise, jumps.
     """
-    policies = named(specs or _USUAL)
-    compare(opened(source, number_format), policies, as_json=as_json)
+    policies = named(specs or USUAL)
+    with stages(len(policies) + 2) as begin:
+        begin("Reading")
+        trace = opened(source, number_format)
+        results = replay_with_oracle(trace, policies, progress=begin)
+    compare(trace, results, as_json=as_json)
 
 
-def compare(trace: Trace, policies: dict[str, Policy], *, as_json: bool) -> None:
-    """Print what the policies, and the oracle, make of the trace."""
-    results = run(trace, policies)
-    best = oracle(trace)
+def compare(trace: Trace, results: Sequence[Replayed], *, as_json: bool) -> None:
+    """Print what the policies, and the oracle, made of the trace."""
+    *others, best = results
     if as_json:
         json_out(
             {
@@ -65,12 +67,12 @@ def compare(trace: Trace, policies: dict[str, Policy], *, as_json: bool) -> None
                     "has_loss": trace.loss_log2 is not None,
                     "has_histograms": trace.has_histograms,
                 },
-                "policies": [_as_dict(result) for result in results],
+                "policies": [_as_dict(result) for result in others],
                 "oracle": _as_dict(best),
             }
         )
         return
-    _print(trace, (*results, best))
+    _print(trace, results)
 
 
 def named(specs: Iterable[str]) -> dict[str, Policy]:
@@ -114,10 +116,10 @@ def _print(trace: Trace, results: Iterable[Replayed]) -> None:
     )
     click.echo(
         "Underflow: % of the gradients of weights and activations. Too low, too high:\n"
-        "mean binades below and above the oracle's scale."
+        "mean binades (factors of two) below and above the best scale of each step."
     )
     if not trace.has_histograms:
-        click.echo("The trace has no histograms: it cannot tell what underflows.")
+        click.echo("The trace has no histograms, so underflow is not known.")
     for result in results:
         if result.collapsed_at is not None:
             name = printable(result.name)
@@ -126,7 +128,7 @@ def _print(trace: Trace, results: Iterable[Replayed]) -> None:
             steps = result.let_through
             click.echo(
                 f"{printable(result.name)} itself applies {steps} of these steps "
-                "though they are not finite; with Buoy they are skipped."
+                "although they are not finite; with Buoy they are skipped."
             )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from buoy._core.text import printable
-from buoy.cli.render import describe, json_out
-from buoy.cli.replay import named
+from buoy.cli.render import describe, json_out, stages
+from buoy.cli.replay import USUAL, named
 from buoy.cli.spec import JSON, POLICY
 
 __all__ = ["report"]
@@ -55,8 +55,9 @@ def report(
 ) -> None:
     """Write one self-contained page about the recorded runs in FILE.
 
-    It opens offline: scale and skips, headroom, sizes of gradients, which layers
-    lose most, and what other policies would have done.
+    The page opens offline.  It shows the scale and the skipped steps, the headroom, the
+    sizes of the gradients, the layers that lose most, and what other policies would
+    have done.
     """
     from buoy.report.page import write  # noqa: PLC0415 - imports only what is used
     from buoy.report.run import Run  # noqa: PLC0415
@@ -65,8 +66,13 @@ def report(
         message = f"{len(labels)} labels were given for {len(sources)} files."
         raise click.BadParameter(message, param_hint="--label")
     names = [*labels, *[""] * (len(sources) - len(labels))]
-    runs = [Run(path, name) for path, name in zip(sources, names, strict=True)]
-    page = write(runs, out, title=title, policies=named(specs))
+    policies = named(specs or USUAL)
+    with stages(len(sources) * (len(policies) + 2) + 2) as begin:
+        runs = []
+        for path, name in zip(sources, names, strict=True):
+            begin(f"Reading {Path(path).name}")
+            runs.append(Run(path, name))
+        page = write(runs, out, title=title, policies=policies, progress=begin)
     if as_json:
         json_out({"report": str(page), "bytes": page.stat().st_size,
                   "runs": [_as_dict(run) for run in runs]})  # fmt: skip

@@ -33,7 +33,7 @@ _PAGE = "report.html"  # as `buoy report` has it
     metavar="NAME[:key=value,...]",
     default="headroom",
     show_default=True,
-    help="The policy that moves the scale, in place of the script's own settings; "
+    help="The policy that sets the scale, instead of the script's own settings; "
     "`torch` alone is torch's rule with the script's settings.",
 )
 @click.option(
@@ -47,13 +47,13 @@ _PAGE = "report.html"  # as `buoy report` has it
 @click.option(
     "--report",
     is_flag=True,
-    help=f"Write a page about the run when it has ended, to {_PAGE}.",
+    help=f"Write a report to {_PAGE} when the run has ended.",
 )
 @click.option(
     "--report-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="HTML",
-    help="Write the page to this file instead.",
+    help="Write the report to this file instead.",
 )
 @PROGRAM
 @JSON
@@ -71,9 +71,9 @@ def run(
 ) -> int:
     """Run SCRIPT with Buoy's scaler in place of torch's, and record a trace.
 
-    No edit is needed, whichever way the script or a library it uses imports
-    GradScaler.  ARGS are the script's own; options of this command go before SCRIPT.
-    The exit code is the script's.
+    The script needs no change, however it or a library imports GradScaler.  ARGS are
+    passed to the script; options of this command go before SCRIPT.  The exit code is
+    the script's.
     """
     chosen = _policy(spec)
     page_file = report_file or (Path(_PAGE) if report else None)
@@ -160,7 +160,7 @@ def _check_report(report: Path | None, *, no_trace: bool) -> None:
     if report is None:
         return
     if no_trace:
-        message = "A report is made of a trace: leave `--no-trace` out."
+        message = "A report needs a trace: remove `--no-trace`."
         raise click.UsageError(message)
     from importlib.util import find_spec  # noqa: PLC0415
 
@@ -187,7 +187,8 @@ def _tell(made: "Installation", page: Path | None) -> None:
     """Say what was recorded and where; on stderr, stdout is the script's."""
     if not made.scalers:
         click.echo(
-            "buoy: the script created no GradScaler of torch; nothing was recorded.",
+            "buoy: the script did not create a GradScaler of torch; nothing was "
+            "recorded.",
             err=True,
         )
     for path in made.traces:

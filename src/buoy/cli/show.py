@@ -151,7 +151,7 @@ def _tell(results: Results, page: Path | None, *, whole: bool) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, _NARROWEST)
     if not whole:
-        console.print("Stopped early: this is what there was.")
+        console.print("Stopped early. Results so far:")
     console.print(table(results))
     console.print(f"{_metrics(results)}; mean over seeds. x: over 2 % worse than FP32.")
     for claim in results.claims():

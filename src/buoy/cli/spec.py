@@ -37,7 +37,7 @@ FORMAT = click.option(
     "--format",
     "number_format",
     type=click.Choice(list(FORMATS)),
-    help="Overflow and underflow as in this format, not as recorded.",
+    help="Overflow and underflow as in this format, instead of the recorded one.",
 )
 
 
@@ -130,7 +130,9 @@ def _built(text: str, build: Callable[..., Policy], parameters: Any) -> Policy:
     except BuoyError:
         raise
     except Exception as error:
-        message = f"The policy {text!r} cannot be made: {type(error).__name__}: {error}"
+        message = (
+            f"The policy {text!r} cannot be created: {type(error).__name__}: {error}"
+        )
         raise PolicyError(message) from error
 
 

@@ -26,8 +26,8 @@ _USUAL = ("backoff",)
     "specs",
     metavar=POLICY,
     multiple=True,
-    help="A policy to tune; the parameters given stay as they are. Repeatable. "
-    f"[default: {', '.join(_USUAL)}]",
+    help="A policy to tune; parameters given with it are kept. Repeatable. [default: "
+    f"{', '.join(_USUAL)}]",
 )
 @click.option(
     "-t",
@@ -35,7 +35,7 @@ _USUAL = ("backoff",)
     "tries",
     metavar="KEY=VALUE,...",
     multiple=True,
-    help="Values of a parameter to try, in place of the usual ones. Repeatable.",
+    help="Values of a parameter to try, instead of the usual ones. Repeatable.",
 )
 @click.option(
     "--max-skipped",
@@ -116,11 +116,14 @@ def _sentences(found: Tuned) -> Iterator[str]:
         yield " ".join(_of_policy(tuned, found.steps))
     yield ""
     if found.objective == "skipped+underflow":
-        yield "Lost: skipped steps, and of the others the gradients that underflow."
+        yield (
+            "Lost: all gradients of skipped steps, and those that underflow in the "
+            "others."
+        )
     else:
         yield (
-            "The trace has no histograms, so that what underflows is not known: each "
-            "binade below the best scale was charged 0.01% of a step instead."
+            "The trace has no histograms, so underflow is not known: each binade "
+            "(factor of two) below the best scale counts as 0.01% of a step instead."
         )
 
 
@@ -130,7 +133,7 @@ def _of_static(best: TunedStatic) -> Iterator[str]:
         f"it would have lost {percent(best.loss)}%."
     )
     if best.lowest != best.highest:
-        yield f"From 2^{best.lowest} to 2^{best.highest} the same is lost."
+        yield f"Scales from 2^{best.lowest} to 2^{best.highest} lose the same."
     low, high = best.interval
     chosen = f"2^{low}" if low == high else f"2^{low} to 2^{high}"
     yield (
@@ -141,7 +144,7 @@ def _of_static(best: TunedStatic) -> Iterator[str]:
         yield f"Every scale skips more than {percent(best.max_skipped)}% of the steps."
     else:
         yield (
-            f"The largest that skips at most {percent(best.max_skipped)}% of the "
+            f"The largest scale that skips at most {percent(best.max_skipped)}% of the "
             f"steps is 2^{best.largest_safe}."
         )
 
@@ -163,8 +166,8 @@ def _of_policy(best: TunedPolicy, steps: int) -> Iterator[str]:
     if best.tried > 1:
         others = best.alike - 1  # the best is like itself
         yield (
-            f"{best.tried} settings were tried; {others} of the others cannot be told "
-            "from the best."
+            f"{best.tried} settings were tried; {others} of the others are not "
+            "distinguishable from the best."
         )
     if best.steps < steps:
         yield f"Only the first {best.steps} of {steps} steps were used."
@@ -173,9 +176,9 @@ def _of_policy(best: TunedPolicy, steps: int) -> Iterator[str]:
 def _merit(best: TunedPolicy) -> str:
     low, high = best.gain_interval
     gained = (
-        f"chosen on half of the trace and judged on the other, tuning gained "
+        "chosen on half of the trace and tested on the other, tuning gained "
         f"{percent(best.gain)}% (90%: {percent(low)} to {percent(high)}%)."
     )
     if best.sureness == "unsure":
-        return f"It is not distinguishable from what was given: {gained}"
-    return f"That it is better is {best.sureness}: {gained}"
+        return f"It is not distinguishable from the given settings: {gained}"
+    return f"It is better ({best.sureness}): {gained}"

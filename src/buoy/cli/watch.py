@@ -27,13 +27,13 @@ __all__ = ["watch"]
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often to look.",
+    help="Seconds between two updates of the display.",
 )
 @JSON
 def watch(source: str, every: float, *, once: bool, as_json: bool) -> None:
     """Watch the run that is being recorded in FILE until it ends.
 
-    Waits for the file if it is not there yet.  Without a terminal it prints a line
+    Waits for the file if it is not there yet.  Without a terminal, it prints a line
     whenever there is something new.
     """
     from buoy.report.watch import Follower  # noqa: PLC0415 - only what is used

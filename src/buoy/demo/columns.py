@@ -41,8 +41,8 @@ _ALL = (
     Column("static 2^7", "FP16, scale fixed at 128", Static(init_scale=2.0**7)),
     Column("static 2^16", "FP16, scale fixed at 65536", Static(init_scale=2.0**16)),
     Column("static 2^32", "FP16, scale fixed at 4.3e9", Static(init_scale=2.0**32)),
-    Column("torch", "FP16 with torch.amp.GradScaler as it comes"),
-    Column("buoy", "FP16 with Buoy's Headroom as it comes", policy("headroom")),
+    Column("torch", "FP16 with torch.amp.GradScaler, default settings"),
+    Column("buoy", "FP16 with Buoy's Headroom, default settings", policy("headroom")),
 )
 
 COLUMNS: dict[str, Column] = {column.name: column for column in _ALL}

@@ -67,7 +67,7 @@ def _glance(results: Results, *, whole: bool) -> str:
     said = "".join(
         f"<li>{escape(claim.text)}</li>" for claim in results.claims(titles=True)
     )
-    early = "" if whole else "<p><b>Stopped early: this is what there was.</b></p>"
+    early = "" if whole else "<p><b>Stopped early. Results so far:</b></p>"
     note = (
         '<p class="note">A cross marks what is more than 2 % worse than FP32. Figures '
         "are means over the seeds, of the FP32 weights after training; skipped steps "

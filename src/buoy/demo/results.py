@@ -96,7 +96,7 @@ class Results:
         return said
 
     def _about(self, name: str, shown: dict[str, str]) -> Claim:
-        words = {"none": "No scaling", "torch": "torch's GradScaler as it comes"}
+        words = {"none": "Training without scaling", "torch": "torch's GradScaler"}
         who = words.get(name, f"A {name.replace('static', 'fixed scale of')}")
         failed = [shown[key] for key in self.failures(name)]
         if not failed:
@@ -108,11 +108,10 @@ class Results:
         mine, torchs = self._skips("buoy"), self._skips("torch")
         more = f"{mine} skipped steps, torch's {torchs}"
         if failed:
-            return Claim(
-                f"Buoy as it comes falls short on {_listed(failed)}; {more}.",
-                held=False,
-            )
-        text = f"Buoy as it comes is within 2 % of FP32 everywhere; {more}."
+            where = _listed(failed)
+            text = f"Buoy with its defaults falls short of FP32 on {where}; {more}."
+            return Claim(text, held=False)
+        text = f"Buoy with its defaults is within 2 % of FP32 everywhere; {more}."
         return Claim(text, held=mine <= torchs)
 
     def _skips(self, column: str) -> int:

@@ -1,6 +1,7 @@
-"""Find out what happened: which module, what underflows, what the script does wrong.
+"""Find the module that overflows, gradients that underflow, mistakes in a script.
 
-Importing this imports no framework; what needs PyTorch imports it when it is used.
+Importing this module imports no framework; functions that need PyTorch import it when
+they are called.
 """
 
 from importlib import import_module

@@ -16,13 +16,13 @@ class Culprit:
     """The first result of a step that was not finite although its inputs were.
 
     `part` is "module" for a module's own computation, "between" for code of a module
-    that runs between the modules it holds, "loss" for what follows the model, and
-    "input" for a batch that was not finite to begin with.  Sizes are the largest
-    finite magnitudes; `needed` is the size of the result in FP32, if it was measured.
+    that runs between the modules that it contains, "loss" for code after the model, and
+    "input" if the batch itself was not finite.  Sizes are the largest finite
+    magnitudes; `needed` is the size of the result in FP32, if it was measured.
 
-    `cured_by` is what was tried and made the step finite: "module" for this module in
-    FP32, "model" for all of the model in FP32, "scale" for a lower scale, "nothing" if
-    none of them did, "" if nothing was tried.
+    `cured_by` is the change that made the step finite when it was tried: "module" for
+    this module in FP32, "model" for the whole model in FP32, "scale" for a lower scale,
+    "nothing" if none of them did, "" if nothing was tried.
 
     Example:
         >>> print(Culprit(module="blocks.3.mlp", kind="Linear", direction="forward",

@@ -70,7 +70,7 @@ def _remedy(culprit: Culprit) -> str:
         names = ", ".join(f"`{name}`" for name in culprit.poisoned[:3])
         return f"Its {names} is not finite itself: go back to a checkpoint."
     if culprit.part == "input":
-        return "Look at the data: NaN or inf in the inputs makes every step fail."
+        return "Check the data: NaN or inf in the inputs makes every step fail."
     if culprit.direction == "forward":
         return f"No scale helps: the loss is scaled after it. {_forward(culprit)}"
     if culprit.cured_by in ("model", "nothing"):
@@ -86,12 +86,12 @@ def _remedy(culprit: Culprit) -> str:
     fits = "at scale 1 it fits" if culprit.cured_by == "scale" else "a lower may fit"
     if culprit.scale is not None:
         return f"The scale was {_power(culprit.scale)}; {fits}."
-    return "If it fits at a lower scale, nothing is wrong but the scale."
+    return "If it fits at a lower scale, only the scale is wrong."
 
 
 def _backward(culprit: Culprit) -> str:
     if culprit.cured_by == "model":
-        return "With the whole model in FP32 it is: keep this module in FP32."
+        return "With the whole model in FP32 it is finite: keep this module in FP32."
     return (
         "Look for a square root, a norm, a logarithm or a division at 0: their "
         "gradients are infinite there."

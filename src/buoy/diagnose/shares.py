@@ -7,9 +7,9 @@ __all__ = ["Share", "Underflow", "summed"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The number of gradient values, and the shares that are lost.
+    """The number of gradient values, and the shares of them that are lost.
 
-    Shares are of the values that are not zero by nature.
+    Values that are exactly zero without rounding do not count.
 
     Example:
         >>> Share(count=100, zero=0.25, subnormal=0.5).zero
@@ -25,9 +25,10 @@ class Share:
 class Underflow:
     """The share of gradient values that is lost at a scale, and where.
 
-    `zero` became 0 and `subnormal` lost digits, of the parameters' gradient values that
-    are not 0 by nature.  `parameters` and `activations` (of the gradients that arrive
-    at each module's output, if requested) map names to `Share`.
+    `zero` is the share that became 0, `subnormal` the share that lost digits, of the
+    parameters' gradient values that are not exactly 0 without rounding.  `parameters`
+    and `activations` (the gradients that arrive at each module's output, if requested)
+    map names to `Share`.
 
     Example:
         >>> print(Underflow(1.0, 0.25, 0.5, {"weight": Share(4, 0.25, 0.5)}))

@@ -21,12 +21,11 @@ log = logging.getLogger("buoy.diagnose")
 class ExplainSkips:
     """Re-run the batch of a skipped step, to find what overflowed.
 
-    `run` only calls the function that it is given, and remembers it.  When
-    `update` finds that the step was skipped, that batch runs again under hooks,
-    with the random numbers it had and at the scale it had; what was found is logged
-    (logger `buoy.diagnose`), kept in `culprits`, and saved with the batch if `folder`
-    is given.  Training continues unchanged: an error in the second run or in saving is
-    logged, not raised.
+    `run` calls the given function and remembers it.  If the step is skipped, `update`
+    runs the batch again under hooks, with the same random numbers and at the same
+    scale.  The result is logged (logger `buoy.diagnose`), kept in `culprits`, and saved
+    with the batch if `folder` is given.  Training continues unchanged: an error in the
+    second run or in saving is logged, not raised.
 
     Args:
         scaler: a `buoy.torch.GradScaler`.
@@ -89,7 +88,7 @@ class ExplainSkips:
             self._model, lambda: step_fn(*batch), scale=last.scale, rng=rng
         )
         self.culprits.append(culprit)
-        said = "Run again, this batch is finite here." if culprit is None else culprit
+        said = "Run again, this batch is finite." if culprit is None else culprit
         log.warning("Update %d was skipped. %s", self._updates, said)
         if self._folder is not None:
             path = Path(self._folder) / f"step-{self._updates}.pt"
@@ -107,7 +106,8 @@ class ExplainSkips:
             act()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - Ctrl-C is the user's
             log.warning(
-                "The batch of update %d could not be %s, and training goes on: %s: %s",
+                "The batch of update %d could not be %s, and training continues: %s: "
+                "%s",
                 self._updates + (what == "kept"),
                 what,
                 type(error).__name__,

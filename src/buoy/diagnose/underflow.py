@@ -41,7 +41,7 @@ def measure_underflow(
         model = scaler._names.model
     if model is None:
         message = (
-            "`measure_underflow` needs to know whose gradients to look at. Pass "
+            "`measure_underflow` needs the model whose gradients it measures. Pass "
             "`model=`, or give the scaler its model: `GradScaler(..., model=model)`."
         )
         raise OptionError(message)
@@ -72,9 +72,9 @@ def _run_in_full(step_fn: StepFn, scale: float) -> None:
         if "dtype" not in str(error) and "same type" not in str(error):
             raise
         message = (
-            "The step could not be run in FP32, to compare with: it casts to FP16 by "
-            f"itself ({error}). Leave casting to `torch.autocast`, or look at the "
-            "estimate that a trace holds."
+            "The step could not be run in FP32 for comparison, because it casts to "
+            f"FP16 itself ({error}). Leave casting to `torch.autocast`, or use the "
+            "estimate from a trace."
         )
         raise OptionError(message) from error
 

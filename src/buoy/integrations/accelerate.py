@@ -36,7 +36,8 @@ def use(accelerator: Any, policy: Any = None, **options: Any) -> GradScaler | No
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         message = (
             f"Under {kind} Accelerate leaves loss scaling to the engine, and has no "
-            "scaler of its own. Choose its rule in the engine's own configuration."
+            "scaler of its own. Pass DeepSpeed's engine, which `prepare` returns, to "
+            "`buoy.integrations.deepspeed.use`; set Megatron's rule by its arguments."
         )
         raise OptionError(message)
     if accelerator._optimizers or accelerator._models:

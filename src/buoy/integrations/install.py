@@ -8,6 +8,7 @@ import ours from torch.  Ours derive from torch's, as `isinstance` checks expect
 import inspect
 import sys
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -222,12 +223,18 @@ def _like(
         elif self.is_enabled():  # an error would end a program that torch accepts
             chosen.replaces({name: value})
 
+    def __subclasshook__(cls: type, other: type) -> Any:  # noqa: N807
+        # Scalers that were created elsewhere are instances of torch's class only.
+        return (cls is made and issubclass(other, theirs)) or NotImplemented
+
     names = {
         "__init__": __init__,
+        "__subclasshook__": classmethod(__subclasshook__),
         "_configure": _configure,
         "__doc__": GradScaler.__doc__,
     }
-    made = type(theirs.__name__, bases, names)
+    made: Any = ABCMeta(theirs.__name__, bases, names)
     # Pickle looks a class up by these.
     made.__module__, made.__qualname__ = theirs.__module__, theirs.__qualname__
-    return made
+    replacement: type[GradScaler] = made
+    return replacement

@@ -75,9 +75,9 @@ def _missing(found: str, over: tuple[str, ...]) -> str:
     shown = repr(over[0]) if len(over) == 1 else repr(over)
     return (
         f"{found} between the devices of mesh axis {', '.join(map(repr, over))}: one "
-        "would skip a step that another applies, and their scales would part for good. "
-        f"Pass `axis_name={shown}` to `loss_scaled`, so that they agree; or "
-        "`axis_name=()` if each device trains a model of its own."
+        "would skip a step that another applies, and their scales would differ from "
+        f"then on. Pass `axis_name={shown}` to `loss_scaled`, so that the devices "
+        "decide together; or `axis_name=()` if each device trains its own model."
     )
 
 
@@ -92,9 +92,10 @@ def _check_bound(axes: tuple[Any, ...]) -> None:
             jax.lax.axis_index(axis)
         except NameError as error:
             message = (
-                f"`axis_name={axis!r}` was given to `loss_scaled`, and no such axis "
-                "exists here. Call it inside `shard_map`, `pmap` or `vmap` over that "
-                "axis; under plain `jit` leave `axis_name` out: arrays are global."
+                f"`axis_name={axis!r}` was given to `loss_scaled`, but there is no "
+                "such axis here. Call it inside `shard_map`, `pmap` or `vmap` over "
+                "that axis. Under plain `jit`, leave `axis_name` out: arrays are "
+                "global."
             )
             raise UnboundAxisError(message) from error
 

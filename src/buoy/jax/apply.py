@@ -90,24 +90,25 @@ def advance(
 def _check(options: Options, grads: Any, state: Any, params: Any) -> None:
     if not isinstance(state, LossScaledState):
         message = (
-            "The state passed to `update` is not one of `loss_scaled`, got "
+            "The state passed to `update` is not a state of `loss_scaled`, got "
             f"{type(state).__name__}. Pass what `init` or the last `update` of this "
-            "very transformation returned."
+            "transformation returned."
         )
         raise NoScaleError(message)
     if type(state.scaling) is not type(options.policy.init()):
         message = (
-            f"The state holds a {type(state.scaling).__name__}, and the policy is "
-            f"{type(options.policy).__name__}. It was made by another policy: start "
-            "from `init`, or build `loss_scaled` with the policy of the checkpoint."
+            f"The state holds a {type(state.scaling).__name__}, but the policy is "
+            f"{type(options.policy).__name__}. The state was made by another policy: "
+            "start from `init`, or build `loss_scaled` with the policy of the "
+            "checkpoint."
         )
         raise StructureError(message)
     if state.plan.policy != options.policy:
         message = (
-            f"The state was made with {state.plan.policy!r}, and this `loss_scaled` "
-            f"follows {options.policy!r}. Gradients would be scaled by one and "
-            "unscaled by the other. Start from `init`, or build `loss_scaled` with the "
-            "policy of the state."
+            f"The state was made with {state.plan.policy!r}, but this `loss_scaled` "
+            f"uses {options.policy!r}. Gradients would be scaled by one and unscaled "
+            "by the other. Start from `init`, or build `loss_scaled` with the policy "
+            "of the state."
         )
         raise StructureError(message)
     check_state(state)

@@ -37,10 +37,10 @@ def check_read(plan: Plan, leaves: list[Any]) -> None:
         return
     note_read(plan)
     warn(
-        "Nothing in this process has read the scale that `loss_scaled` divides these "
-        "gradients by. Gradients of plain `jax.value_and_grad` or `jax.grad` do not "
-        "carry it: they would become so small that nothing is learned. Use "
-        "`buoy.jax.value_and_grad(loss_fn)(opt_state, params, batch)`, or multiply the "
-        "loss by `buoy.jax.scale_of(opt_state)`. If another process does that, call "
-        "`scale_of(opt_state)` here once."
+        "Nothing in this process has read the scale, but `loss_scaled` divides these "
+        "gradients by it. Gradients of plain `jax.value_and_grad` or `jax.grad` are "
+        "not multiplied by the scale: they would become so small that nothing is "
+        "learned. Use `buoy.jax.value_and_grad(loss_fn)(opt_state, params, batch)`, or "
+        "multiply the loss by `buoy.jax.scale_of(opt_state)`. If another process does "
+        "that, call `scale_of(opt_state)` here once."
     )

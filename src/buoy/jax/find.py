@@ -39,19 +39,19 @@ def find(tree: Any) -> LossScaledState:
     found = [(path, leaf) for path, leaf in paths if _is_state(leaf)]
     if not found:
         message = (
-            f"No state of `loss_scaled` in this {type(tree).__name__}. Pass the "
-            "optimizer's state, as `tx.init(params)` or `tx.update(...)` returned it, "
-            "before the function's own arguments: `value_and_grad(loss_fn)(opt_state, "
-            "params, batch)`; the transformation must be wrapped: "
-            "`loss_scaled(optax.adamw(1e-3))`."
+            f"There is no state of `loss_scaled` in this {type(tree).__name__}. Pass "
+            "the optimizer's state, as `tx.init(params)` or `tx.update(...)` returned "
+            "it, before the function's own arguments: "
+            "`value_and_grad(loss_fn)(opt_state, params, batch)`. The transformation "
+            "must be wrapped: `loss_scaled(optax.adamw(1e-3))`."
         )
         raise NoScaleError(message)
     if len(found) > 1:
         places = ", ".join(f"`{jax.tree_util.keystr(path)}`" for path, _ in found)
         message = (
-            f"{len(found)} states of `loss_scaled` in this {type(tree).__name__}, at "
-            f"{places}: which scale is meant? Pass the one part; or wrap everything "
-            "in a single `loss_scaled`."
+            f"There are {len(found)} states of `loss_scaled` in this "
+            f"{type(tree).__name__}, at {places}, but only one scale can be used. Pass "
+            "the part with one of them, or wrap everything in a single `loss_scaled`."
         )
         raise SeveralScalesError(message)
     _, state = found[0]
@@ -75,15 +75,15 @@ def _bare(leaf: Any) -> Any:
 
 _AROUND: dict[type[Any], str] = {
     optax.MultiStepsState: (
-        "`optax.MultiSteps` wraps `loss_scaled`: it adds up scaled gradients, "
-        "and after one overflow its sum is NaN for good (it clears it by multiplying "
-        "by 0). Put it inside: `loss_scaled(optax.MultiSteps(inner, k))` checks every "
-        "micro-batch and leaves out the bad one alone."
+        "`optax.MultiSteps` wraps `loss_scaled`: it adds up scaled gradients, and "
+        "after one overflow its sum stays NaN (it clears the sum by multiplying by 0). "
+        "Put it inside: `loss_scaled(optax.MultiSteps(inner, k))` checks every "
+        "micro-batch and leaves out only the bad ones."
     ),
     optax.ApplyIfFiniteState: (
-        "`optax.apply_if_finite` wraps `loss_scaled`: it hides overflows, so that "
-        "the scale does not fall and every further step overflows, too. Leave it "
-        "out: `loss_scaled` applies only finite updates."
+        "`optax.apply_if_finite` wraps `loss_scaled`: it hides overflows, so the scale "
+        "does not fall and every later step overflows too. Remove it: `loss_scaled` "
+        "applies only finite updates."
     ),
 }
 

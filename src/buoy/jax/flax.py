@@ -44,14 +44,14 @@ def _from_dict(target: Any, held: Any) -> Any:
     names, kind = _names(target), type(target).__name__
     if not isinstance(held, dict):
         message = (
-            f"The saved state is no {kind}: it is {held!r:.60}. Pass what flax's "
+            f"The saved state is not a {kind}: it is {held!r:.60}. Pass what flax's "
             "`to_state_dict` or `to_bytes` returned for such a state."
         )
         raise StructureError(message)
     if set(names) != set(held):
         message = (
-            f"The saved state is no {kind}: it holds "
-            f"{', '.join(sorted(map(str, held)))}, and {', '.join(sorted(names))} are "
+            f"The saved state is not a {kind}: it holds "
+            f"{', '.join(sorted(map(str, held)))}, but {', '.join(sorted(names))} are "
             "needed. Build `loss_scaled` with the policy and the inner transformation "
             "that were saved."
         )

@@ -75,8 +75,8 @@ def _split_aux(out: Any, *, has_aux: bool) -> tuple[Any, Any]:
     pair = isinstance(out, (tuple, list)) and len(out) == _PAIR
     if has_aux and not pair:
         message = (
-            "With `has_aux=True` the loss function must return two things, the loss "
-            f"and the data, got {type(out).__name__}."
+            "With `has_aux=True` the loss function must return a pair, the loss and "
+            f"the data, got {type(out).__name__}."
         )
         raise LossError(message)
     loss, aux = out if has_aux else (out, None)

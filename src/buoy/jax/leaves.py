@@ -95,9 +95,10 @@ def check_same(grads: Any, params: Any) -> None:
     for name, grad, param in named:
         if jnp.shape(grad) != jnp.shape(param):
             message = (
-                f"The gradient at `{name}` has shape {jnp.shape(grad)} and its "
-                f"parameter {jnp.shape(param)}. They must be equal: were the gradients "
-                "of several devices or micro-batches stacked, and not averaged?"
+                f"The gradient at `{name}` has shape {jnp.shape(grad)}, but its "
+                f"parameter has shape {jnp.shape(param)}. They must be equal: were the "
+                "gradients of several devices or micro-batches stacked instead of "
+                "averaged?"
             )
             raise StructureError(message)
 
@@ -106,7 +107,7 @@ def difference(grads: tuple[str, ...], params: tuple[str, ...]) -> str:
     """Return a message that lists the leaves that only one tree has."""
     missing = [name for name in params if name not in grads]
     strange = [name for name in grads if name not in params]
-    found = "The gradients are not of the tree of the parameters. "
+    found = "The gradients and the parameters are different trees. "
     if missing:
         found += f"No gradient for {_listed(missing)}. "
     if strange:
@@ -114,7 +115,7 @@ def difference(grads: tuple[str, ...], params: tuple[str, ...]) -> str:
     if not missing and not strange:
         found += "The leaves have the same names, but their containers differ. "
     return found + (
-        "Pass what `buoy.jax.value_and_grad` returned for these very parameters."
+        "Pass what `buoy.jax.value_and_grad` returned for these parameters."
     )
 
 

@@ -32,8 +32,9 @@ def master_weights(
     """Update float32 copies of FP16 and BF16 parameters.
 
     A half-precision weight loses updates smaller than about 1/1000 of itself; its
-    master keeps them.  After `optax.apply_updates` each parameter is its rounded
-    master.  The inner state is float32, too.  Use it inside or around `loss_scaled`.
+    float32 copy, the master, keeps them.  After `optax.apply_updates`, each parameter
+    is its rounded master.  The inner state is float32 too.  Use it inside or around
+    `loss_scaled`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -60,9 +61,9 @@ def master_weights(
     ) -> tuple[optax.Updates, MasterState]:
         if params is None:
             message = (
-                "`master_weights` needs the parameters: call "
-                "`tx.update(grads, state, params)`. The update is the difference "
-                "between a master, rounded, and its parameter."
+                "`master_weights` needs the parameters: call `tx.update(grads, state, "
+                "params)`. The update is the difference between a rounded master and "
+                "its parameter."
             )
             raise StructureError(message)
         wide = _filled(state.masters, params)

@@ -115,8 +115,8 @@ class Feed:
         history = state.rows.shape[-2]
         if self.every > history:
             message = (
-                f"`every` is {self.every}, and the state remembers {history} "
-                "steps: the others would be lost. Pass a smaller `every`, or a larger "
+                f"`every` is {self.every}, but the state keeps only {history} steps: "
+                "the others would be lost. Pass a smaller `every`, or a larger "
                 "`history` to `loss_scaled`."
             )
             raise OptionError(message)

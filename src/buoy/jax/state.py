@@ -132,9 +132,9 @@ def _damaged(name: str, value: Any, expected: str) -> StructureError:
     kind = f"{getattr(value, 'dtype', type(value).__name__)}"
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     return StructureError(
-        f"This state of `loss_scaled` is damaged: its `{name}` is {kind}{shape}, and "
+        f"This state of `loss_scaled` is damaged: its `{name}` is {kind}{shape}, but "
         f"must be {expected}. Restore it into the structure of `tx.init(params)`, or "
-        "start from there. A state that `vmap` or `pmap` made belongs inside of them."
+        "start from there. A state made under `vmap` or `pmap` must be used there."
     )
 
 

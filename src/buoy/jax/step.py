@@ -19,10 +19,10 @@ __all__ = ["LastStep", "applied_of", "check_concrete", "last_step", "read_rows"]
 
 
 def applied_of(opt_state: Any) -> jax.Array:
-    """Return whether the last update was applied; works under `jit`.  bool [].
+    """Return whether the last update was applied: bool [], also under `jit`.
 
-    For what must not advance on skipped steps: averages of weights, counters, schedules
-    outside of the inner transformation.
+    Use it for what must not advance on skipped steps: averages of weights, counters,
+    schedules outside of the inner transformation.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -41,8 +41,8 @@ def applied_of(opt_state: Any) -> jax.Array:
 def last_step(opt_state: Any, params: Any = None) -> "LastStep":
     """Return the outcome of the last step.  Only reading a field waits for the device.
 
-    With `params` the verdict also detects non-finite weights.  If your step donates its
-    state, read the fields before the next step.
+    If you pass `params`, the verdict also detects non-finite weights.  If your step
+    donates its state, read the fields before the next step.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -147,8 +147,8 @@ class LastStep:
             self._read = read_rows(self._state)
         if not self._read:
             message = (
-                "No step has been taken with this state yet. Call "
-                "`tx.update` first, and pass the state that it returned."
+                "No step has been taken with this state yet. Call `tx.update` first, "
+                "and pass the state that it returned."
             )
             raise NoStepError(message)
         return self._read[-1]
@@ -158,10 +158,10 @@ def check_concrete(state: LossScaledState, caller: str) -> None:
     """Raise if the state is traced: its numbers do not exist yet."""
     if isinstance(state.steps, jax.core.Tracer):
         message = (
-            f"`{caller}` needs the numbers of a step, and this state is traced, inside "
-            "of `jit`, `scan` or another transformation. Return the state and call "
-            f"`{caller}` outside; inside, `applied_of(opt_state)` and "
-            "`scale_of(opt_state)` are arrays."
+            f"`{caller}` needs the values of a step, but this state is traced, inside "
+            "`jit`, `scan` or another transformation. Return the state and call "
+            f"`{caller}` outside. Inside, use `applied_of(opt_state)` and "
+            "`scale_of(opt_state)`, which are arrays."
         )
         raise DeviceModeError(message)
 
@@ -170,8 +170,8 @@ def read_rows(state: LossScaledState) -> list[Row]:
     """Read the steps that a state holds, oldest first, in one transfer."""
     if jnp.ndim(state.steps):
         message = (
-            f"This state is of {state.steps.size} models or devices side by side, as "
-            "`vmap` and `pmap` make it; `last_step` reads one. Pass "
+            f"This state holds {state.steps.size} models or devices, because it was "
+            "made under `vmap` or `pmap`; `last_step` reads one. Pass one, for example "
             "`jax.tree.map(lambda x: x[0], opt_state)`."
         )
         raise StructureError(message)

@@ -34,12 +34,12 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale, check and clip gradients, and apply them if they are finite.
 
-    The gradients are those of `buoy.jax.value_and_grad`, multiplied by
+    It takes the gradients of `buoy.jax.value_and_grad`, which are multiplied by
     `scale_of(opt_state)`.  If one of them is not finite, the update is zero and the
-    inner state does not change; the policy moves the scale.  `max_norm` clips by the
-    global norm in the same pass.  `axis_name` is needed only inside `shard_map` and
+    inner state does not change.  The policy sets the next scale.  `max_norm` clips by
+    the global norm in the same pass.  `axis_name` is needed only inside `shard_map` and
     `pmap`: the devices along it decide together.  `measure_amax` measures the largest
-    gradient of every step, for replay, even if the policy does not need it; `history`
+    gradient of every step, for replay, even if the policy does not need it.  `history`
     is the number of steps kept for `last_step` and recorders.
 
     Pass `value=loss` to `update`: some policies use it, and verdicts are more precise.
@@ -112,8 +112,8 @@ def _init(options: Options, params: Any) -> LossScaledState:
     inner = options.inner.init(params if masters else leaves.widen_fp16(params))
     if holds_state(inner):
         message = (
-            "`loss_scaled` is inside another one: gradients would be unscaled "
-            "twice. Wrap the whole transformation once, on the outside."
+            "`loss_scaled` is inside another `loss_scaled`: gradients would be "
+            "unscaled twice. Wrap the whole transformation once, on the outside."
         )
         raise OptionError(message)
     scaling = lift(options.policy, initial(options.policy), "jax")
@@ -131,7 +131,7 @@ def _warn_of_halves(params: Any) -> None:
     if halves:
         warn(
             f"{len(halves)} parameters are float16, the first is `{halves[0]}`: "
-            "updates smaller than 1/1024 of a weight are rounded away. Keep float32 "
+            "updates smaller than 1/2048 of a weight are rounded away. Keep float32 "
             "masters with `loss_scaled(buoy.jax.master_weights(inner))`, or keep the "
             "parameters in float32 and cast them in the loss function.",
         )

@@ -20,6 +20,7 @@ __all__ = [
     "in_stateless_scope",
     "is_half",
     "is_traced",
+    "itself_as_written",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -57,24 +58,38 @@ def backend() -> Backend:
 
 
 def as_written(function: _F) -> _F:
-    """Keep TensorFlow's AutoGraph from rewriting a function inside `tf.function`."""
-    if keras.backend.backend() != "tensorflow":
-        return function
-    import tensorflow as tf  # noqa: PLC0415
+    """Keep a function out of TensorFlow's AutoGraph and of `torch.compile`."""
+    return _kept(function, recursive=True)
 
-    kept: _F = tf.autograph.experimental.do_not_convert(function)
+
+def itself_as_written(function: _F) -> _F:
+    """Do that for a function, but let `torch.compile` have those that it calls."""
+    return _kept(function, recursive=False)
+
+
+def _kept(function: _F, *, recursive: bool) -> _F:
+    kept = function
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415
+
+        kept = tf.autograph.experimental.do_not_convert(function)
+    elif keras.backend.backend() == "torch":
+        import torch  # noqa: PLC0415
+
+        disable: Any = torch.compiler.disable
+        kept = disable(function, recursive=recursive)
     return kept
 
 
 def in_stateless_scope() -> bool:
-    """Return whether assignments to variables are only noted, not made."""
+    """Return whether assignments to variables are recorded in place of being made."""
     with keras.StatelessScope(initialize_variables=False) as scope:
         return scope.original_scope is not None
 
 
 def is_traced(tensors: Sequence[Any]) -> bool:
     """Return whether JAX is tracing these tensors."""
-    if backend().name != "jax":
+    if keras.backend.backend() != "jax":
         return False
     import jax  # noqa: PLC0415
 

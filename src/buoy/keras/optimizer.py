@@ -21,6 +21,7 @@ from buoy.keras.backend import (
     in_stateless_scope,
     is_half,
     is_traced,
+    itself_as_written,
 )
 from buoy.keras.scaling import Grads, Scaling
 
@@ -41,9 +42,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner_optimizer: an optimizer, or its name.
         initial_scale: the first scale, for Keras' own rule.
         dynamic_growth_steps: finite steps until the scale doubles, for Keras' own rule.
-        name: of the optimizer.
+        name: the optimizer's name.
         policy: a policy or its name, e.g. "headroom", in place of Keras' own rule.
-        kwargs: others that Keras' own takes, and refuses.
+        kwargs: passed on to Keras' class.
 
     Example:
         >>> optimizer = LossScaleOptimizer("sgd", policy="headroom")
@@ -81,7 +82,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._scaling.policy
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Make the variables."""
+        """Create the variables of the optimizer."""
         halves = [_name(variable) for variable in var_list if is_half(variable)]
         if halves:
             raise OptionError(
@@ -94,7 +95,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._places = {id(variable): i for i, variable in enumerate(var_list)}
         self._scaling.build(self, [_name(variable) for variable in var_list])
 
-    # --- what became of the steps
+    # --- the outcomes of steps
 
     @property
     def scale(self) -> float:
@@ -140,7 +141,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @as_written
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Return the loss times the scale, as in tf.keras 2; takes a function, too."""
+        """Return the loss times the scale, as in tf.keras 2; also takes a function."""
         if callable(loss):
             return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
@@ -163,14 +164,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients divided by the scale, as in tf.keras 2.
 
-        The next `apply` takes its gradients as unscaled, unless it gets one of those
-        that were passed here.
+        The next `apply` treats its gradients as unscaled, unless one of them was
+        passed here.
         """
         self._unscaled_from = tuple(grads)  # the tensors: Python uses ids again
         inverse = 1.0 / self._scaling.scale()
         return [g if g is None else kops.multiply(g, inverse) for g in grads]
 
-    @as_written
+    @itself_as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Apply the gradients if they are finite, and move the scale."""
         given = None if trainable_variables is None else list(trainable_variables)
@@ -193,7 +194,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._apply_traced(taken)
             return
         applied, factor = self._decide(taken)
-        if backend().name != "jax":
+        if backend().name == "tensorflow":
             kops.cond(
                 applied, lambda: self._apply_inner(taken, factor, given), lambda: None
             )
@@ -212,6 +213,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "To call `stateless_apply`, the optimizer must be built: call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
+        if backend().name == "tensorflow":
+            raise OptionError(
+                "Keras has no `stateless_apply` on TensorFlow. Call `apply`, which "
+                "changes the variables."
+            )
         taken = self._taken(grads, None)
         mine = len(self.variables) - len(self.inner_optimizer.variables)
         own, inner = self.variables[:mine], _values(optimizer_variables[mine:])
@@ -228,8 +234,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         return weights, [scope.get_current_value(v) for v in own] + inner
 
+    @as_written
     def _taken(self, grads: Sequence[Any], given: Sequence[Any] | None) -> Grads:
-        """Return the gradients with what is known of them."""
+        """Return the gradients with their places and kinds."""
         variables = self._trainable_variables if given is None else given
         were, self._unscaled_from = self._unscaled_from, ()
         return Grads(
@@ -239,6 +246,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             scaled=not were or any(g is one for g in grads for one in were),
         )
 
+    @as_written
     def _decide(self, grads: Grads) -> tuple[Any, Any]:
         looked = self._scaling.look(grads)
         return self._scaling.conclude(looked, scaled=grads.scaled)
@@ -319,7 +327,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return made
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the variables; those of Keras' own optimizer are taken, too."""
+        """Load the variables, also from a file saved with Keras' own optimizer."""
         inner = self.inner_optimizer.variables
         saved = len(store.keys())
         if not self.built or saved != _OWN + len(inner) or saved == len(self.variables):
@@ -330,7 +338,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.start_at(self.scale)
 
     def start_at(self, scale: float) -> None:
-        """Start the policy anew at this scale; it keeps the count of clean steps."""
+        """Restart the policy at this scale; the count of clean steps is kept."""
         if self._scaling.variables is None:
             raise CallOrderError(
                 "The optimizer has no variables yet. Call "
@@ -361,5 +369,5 @@ def _name(variable: Any) -> str:
 
 
 def _values(variables: Sequence[Any]) -> list[Any]:
-    """Return tensors; variables are accepted, too."""
+    """Return tensors; variables are accepted as well."""
     return [getattr(variable, "value", variable) for variable in variables]

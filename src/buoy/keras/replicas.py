@@ -1,7 +1,8 @@
 """TensorFlow: several replicas of a model take one decision.
 
 Each replica of a `tf.distribute` strategy has its own gradients until the inner
-optimizer adds them up.  So all look, one decides, and all apply or none does.
+optimizer adds them up.  All replicas check their gradients, one decision is made from
+all findings, and either every replica applies the step or none does.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def apply_together(
 ) -> None:
     """Apply the gradients of every replica, or of none.
 
-    `apply` takes the gradients of a replica, and what to multiply them by.
+    `apply` takes the gradients of a replica and the factor to multiply them by.
     """
     context = tf.distribute.get_replica_context()
     if context is None:

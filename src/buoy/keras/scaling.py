@@ -30,7 +30,7 @@ class Grads(NamedTuple):
     scaled: bool  # whether they carry the scale
 
     def chosen(self, *, values: bool) -> tuple[list[Any], list[int]]:
-        """Return those that are there, and their places."""
+        """Return those that are not None, and their places."""
         there = [
             (grad, place)
             for grad, place, value in zip(*self[:3], strict=True)
@@ -47,7 +47,7 @@ class Grads(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """The findings about the gradients, and what the policy wants to know of them."""
+    """The findings about the gradients, and the measurements that the policy wants."""
 
     found: Found
     measured: dict[str, Scalar]
@@ -139,7 +139,7 @@ class Scaling:
     def conclude(self, looked: Looked, *, scaled: bool) -> tuple[Scalar, Scalar]:
         """Decide about a step and write the state.
 
-        Returns whether to apply the step, and what to multiply its gradients by.
+        Returns whether to apply the step, and the factor for its gradients.
         """
         state, scale = self.state(), self.scale()
         made = advance(

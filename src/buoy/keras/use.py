@@ -1,6 +1,5 @@
-"""Put Buoy's optimizer where Keras would put its own."""
+"""Make `compile` use Buoy's optimizer in place of Keras' own."""
 
-from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self
@@ -13,11 +12,22 @@ from buoy.keras.optimizer import LossScaleOptimizer
 __all__ = ["Use", "use"]
 
 
-class Use:
-    """What `use` returns: undo it by `undo()`, or at the end of a `with` block."""
+_stock = keras.Model.compile
+_active: list["Use"] = []  # the last one counts
 
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.undo = undo
+
+class Use:
+    """The result of `use`: undo it by `undo()`, or at the end of a `with` block."""
+
+    def __init__(self, policy: str | Policy | None) -> None:
+        self.policy = policy
+
+    def undo(self) -> None:
+        """Restore what `compile` did before; a second call does nothing."""
+        if self in _active:
+            _active.remove(self)
+        if not _active and keras.Model.compile is _compile:
+            keras.Model.compile = _stock
 
     def __enter__(self) -> Self:
         return self
@@ -32,10 +42,10 @@ class Use:
 
 
 def use(policy: str | Policy | None = None) -> Use:
-    """Let `compile` take Buoy's optimizer where Keras would wrap in its own.
+    """Make `compile` wrap optimizers in Buoy's class where Keras would use its own.
 
     That is under the dtype policy "mixed_float16", unless `auto_scale_loss=False`.
-    An optimizer that you wrap yourself stays as it is.
+    An optimizer that you wrap yourself stays as it is.  The last call counts.
 
     Example:
         >>> with use(policy="headroom"):
@@ -44,19 +54,16 @@ def use(policy: str | Policy | None = None) -> Use:
         >>> type(model.optimizer).__name__
         'SGD'
     """
-    stock = keras.Model.compile
+    made = Use(policy)
+    _active.append(made)
+    keras.Model.compile = _compile
+    return made
 
-    @wraps(stock)
-    def compile_with_buoy(model: Any, *args: Any, **kwargs: Any) -> None:
-        stock(model, *args, **kwargs)
-        given = args[0] if args else kwargs.get("optimizer")
-        wrapped = type(model.optimizer) is keras.optimizers.LossScaleOptimizer
-        if wrapped and model.optimizer is not given:
-            LossScaleOptimizer.adopt(model, policy)
 
-    def undo() -> None:
-        if keras.Model.compile is compile_with_buoy:
-            keras.Model.compile = stock
-
-    keras.Model.compile = compile_with_buoy
-    return Use(undo)
+@wraps(_stock)
+def _compile(model: Any, *args: Any, **kwargs: Any) -> None:
+    _stock(model, *args, **kwargs)
+    given = args[0] if args else kwargs.get("optimizer")
+    wrapped = type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    if wrapped and model.optimizer is not given and _active:
+        LossScaleOptimizer.adopt(model, _active[-1].policy)

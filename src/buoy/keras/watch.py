@@ -1,4 +1,4 @@
-"""A callback: scale and skips in the progress bar, a trace, and what is wrong."""
+"""A callback: scale and skips in the progress bar, a trace, warnings."""
 
 import math
 import os
@@ -25,18 +25,20 @@ _EVERY = 16  # batches between two reads of the log
 
 
 class Watch(keras.callbacks.Callback):
-    """Show the scale while a model trains, record the run, and say if it is stuck.
+    """Show the scale while a model trains, record the run, and warn if it is stuck.
 
-    `loss_scale` and `skipped_steps` join the logs: the progress bar, the history and
-    `keras.callbacks.TensorBoard`, if it stands after this one in the list, show them.
+    Adds `loss_scale` and `skipped_steps` to the logs: the progress bar and the history
+    show them, and so does `keras.callbacks.TensorBoard` if it comes after this callback
+    in the list.
 
     Args:
         trace: a file to record to, or a `buoy.trace.Recorder`; None records nothing.
         on_stuck: "warn", "raise" a `StuckError`, or a function of a `Stuck`.
-        patience: skipped steps in a row, or steps with zero gradients, until then.
+        patience: how many steps in a row are skipped, or have gradients that are all
+            zero, before a run counts as stuck.
         every: batches between two reads of the optimizer's log, at most 64.
-        sample: inputs of one batch; with them the layer is found that turns
-            non-finite in the forward pass.
+        sample: inputs of one batch, used to find the first layer whose output is not
+            finite.
 
     Example:
         >>> import numpy as np
@@ -93,7 +95,7 @@ class Watch(keras.callbacks.Callback):
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Take the batch; read the log every so many."""
+        """Count the batch; read the log when it is time."""
         del batch
         self._loss = (logs or {}).get("loss")
         self._pending += getattr(self._model, "steps_per_execution", 1)
@@ -124,7 +126,7 @@ class Watch(keras.callbacks.Callback):
         if isinstance(optimizer, LossScaleOptimizer):
             return optimizer
         raise OptionError(
-            f"`Watch` reads the log of Buoy's optimizer, and the model has "
+            f"`Watch` reads the log of Buoy's optimizer, but the model has "
             f"{type(optimizer).__name__}. Compile with "
             '`buoy.keras.LossScaleOptimizer("adam")`, call `buoy.keras.use()` before '
             "`compile`, or `buoy.keras.LossScaleOptimizer.adopt(model)` after it."
@@ -135,7 +137,7 @@ class Watch(keras.callbacks.Callback):
         self._shown = {"loss_scale": optimizer.scale, "skipped_steps": skips}
 
     def _catch_up(self) -> None:
-        """Read the steps since the last time, and pass them on."""
+        """Read the steps since the last read: record them and check for trouble."""
         self._pending = 0
         optimizer = self._optimizer()
         rows = [row for row in optimizer.rows() if row.step > self._read]
@@ -155,7 +157,7 @@ class Watch(keras.callbacks.Callback):
             self._episodes.note(unnamed, partial(self._explained, row))
 
     def _explained(self, row: Row) -> tuple[Verdict, tuple[str, ...]]:
-        """Return the verdict of a skip and the layer, at the cost of a look."""
+        """Return the verdict of a skip and the layer; this reads all weights."""
         model = self.model
         weights = nonfinite_weights(model)
         if weights:

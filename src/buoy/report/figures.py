@@ -27,24 +27,19 @@ def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
     """Draw the scale of every run, and a mark wherever a step was skipped."""
     chart = figure_of("scale", x_range=x_range)
     _powers(chart)
-    known: list[float] = []
+    ends = []
     for index, run in enumerate(runs):
         logs = _logs(run.rows.scale)
         keep = thinned(logs)
-        known += [log or 0.0 for log in logs]
-        line = curve(
-            chart,
-            index,
-            [run.rows.step[i] for i in keep],
-            [logs[i] for i in keep],
-            stepped=True,
-        )
+        ends.append(limits(logs))
+        steps = [run.rows.step[i] for i in keep]
+        line = curve(chart, index, steps, logs[keep], stepped=True)
         # Bokeh finds no point on steps: an unseen line takes their place.
         unseen = chart.line("x", "y", source=line.data_source, line_alpha=0.0)
         _hover(chart, unseen, [("run", run.label), ("scale", "2^@y{0.##}")], runs)
     for index, run in enumerate(runs):
         _skips(chart, index, run, alone=len(runs) == 1)
-    end_labels(chart, runs, low=min(known, default=0.0), high=max(known, default=0.0))
+    _ends(chart, runs, ends)
     _legend(chart)
     return chart
 
@@ -80,26 +75,22 @@ def _skips(chart: Any, index: int, run: Run, *, alone: bool) -> None:
 
 def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
     """Draw how many bits the largest gradient stayed below the limit."""
+    import numpy as np  # noqa: PLC0415
     from bokeh.models import Span  # noqa: PLC0415
 
     chart = figure_of("headroom", 200, x_range=x_range)
     chart.yaxis.axis_label = "bits"
+    ends = []
     for index, run in enumerate(runs):
         rows = run.rows
-        bits = [
-            b if fine and not math.isnan(b) else None
-            for b, fine in zip(rows.headroom, rows.applied, strict=True)
-        ]
+        applied = np.frombuffer(rows.applied, dtype=bool)
+        bits = np.where(applied, np.asarray(rows.headroom), math.nan)
         keep = thinned(bits)
-        line = curve(
-            chart,
-            index,
-            [rows.step[i] for i in keep],
-            [bits[i] for i in keep],
-        )
+        ends.append(limits(bits))
+        steps = [rows.step[i] for i in keep]
+        line = curve(chart, index, steps, bits[keep])
         _hover(chart, line, [("run", run.label), ("headroom", "@y{0.0} bits")], runs)
-    known = [b for run in runs for b in run.rows.headroom if b and not math.isnan(b)]
-    end_labels(chart, runs, low=min(known, default=0.0), high=max(known, default=0.0))
+    _ends(chart, runs, ends)
     limit = Span(location=0, dimension="width", line_dash="dashed", line_width=1.5)
     chart.add_layout(coat(limit, line_color=ALARM))
     return chart
@@ -107,19 +98,21 @@ def headroom_chart(runs: Sequence[Run], x_range: Any) -> Any:
 
 def loss_charts(runs: Sequence[Run], x_range: Any) -> dict[str, Any]:
     """Draw loss, norm and every further series, one chart each, all runs in it."""
-    made, isfinite = {}, math.isfinite
-    known: dict[str, list[tuple[int, Sequence[int], list[float | None]]]] = {}
+    import numpy as np  # noqa: PLC0415
+
+    made = {}
+    known: dict[str, list[tuple[int, Sequence[int], Any]]] = {}
     for index, run in enumerate(runs):
         steps = run.rows.step
         for name in ("loss", "norm"):
             if name in run.series:
                 continue
-            values = [v if isfinite(v) else None for v in getattr(run.rows, name)]
-            if any(value is not None for value in values):
+            values = _finite(np.asarray(getattr(run.rows, name)))
+            if not np.isnan(values).all():
                 known.setdefault(name, []).append((index, steps, values))
         for name in run.series:
             at, numbers = run.curve(name)
-            some = [_finite(value) for value in numbers]
+            some = _finite(np.asarray(numbers, dtype=np.float64))
             known.setdefault(name, []).append((index, at, some))
     for name, lines in known.items():
         made[name] = curves(name, runs, lines, x_range)
@@ -129,22 +122,17 @@ def loss_charts(runs: Sequence[Run], x_range: Any) -> dict[str, Any]:
 def curves(
     name: str,
     runs: Sequence[Run],
-    lines: Sequence[tuple[int, Sequence[int], list[float | None]]],
+    lines: Sequence[tuple[int, Sequence[int], Any]],
     x_range: Any,
 ) -> Any:
-    """Draw one quantity of several runs."""
-    all_ = [value for _, _, values in lines for value in values if value is not None]
-    low, high = min(all_, default=0.0), max(all_, default=0.0)
+    """Draw one quantity of several runs; a value of NaN is not drawn."""
+    ends = [limits(values) for _, _, values in lines]
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
     kind = "log" if low > 0.0 and high / low > _LOG else "linear"
     chart = figure_of(name, 220, x_range=x_range, y_axis_type=kind)
     for index, steps, values in lines:
         keep = thinned(values)
-        line = curve(
-            chart,
-            index,
-            [steps[i] for i in keep],
-            [values[i] for i in keep],
-        )
+        line = curve(chart, index, [steps[i] for i in keep], values[keep])
         _hover(chart, line, [("run", runs[index].label), (name, "@y{0.[0000]}")], runs)
     end_labels(chart, runs, low=low, high=high, log=kind == "log")
     return chart
@@ -154,7 +142,7 @@ def curve(
     chart: Any,
     index: int,
     steps: Sequence[int],
-    values: Sequence[float | None],
+    values: Sequence[float | None] | Any,
     *,
     label: str | None = None,
     stepped: bool = False,
@@ -165,7 +153,7 @@ def curve(
 
     source = {
         "x": steps_array(steps),
-        "y": np.array([math.nan if v is None else v for v in values], dtype=np.float32),
+        "y": np.asarray(values, dtype=np.float32),
     }
     options = {"legend_label": label} if label else {}
     draw = chart.step if stepped else chart.line
@@ -273,14 +261,34 @@ def _legend(chart: Any) -> None:
         chart.add_layout(chart.legend[0], "below")
 
 
-def _logs(scales: Sequence[float]) -> list[float | None]:
-    known = {scale: _log2(scale) for scale in set(scales)}
-    return [known.get(scale) for scale in scales]
+def limits(values: Any) -> tuple[float, float]:
+    """Return the smallest and the largest value that is not NaN; zeros if all are."""
+    import numpy as np  # noqa: PLC0415
+
+    known = values[~np.isnan(values)]
+    return (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+
+
+def _ends(chart: Any, runs: Sequence[Run], ends: list[tuple[float, float]]) -> None:
+    low = min((low for low, _ in ends), default=0.0)
+    end_labels(chart, runs, low=low, high=max((high for _, high in ends), default=0.0))
+
+
+def _logs(scales: Any) -> Any:
+    """Return log2 of every scale; NaN where it has none."""
+    import numpy as np  # noqa: PLC0415
+
+    numbers = np.asarray(scales)
+    usable = (numbers > 0.0) & (numbers < math.inf)
+    return np.log2(numbers, out=np.full(len(numbers), math.nan), where=usable)
 
 
 def _log2(value: float) -> float | None:
     return math.log2(value) if 0.0 < value < math.inf else None
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(values: Any) -> Any:
+    """Replace infinite values by NaN."""
+    import numpy as np  # noqa: PLC0415
+
+    return np.where(np.isfinite(values), values, math.nan)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def write(
     title: str = "",
     intro: str = "",
     policies: Policies = (),
+    progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Write a page about one run or several to `out`; return its path.
 
@@ -46,6 +47,7 @@ def write(
         title: the title of the page; the runs' names by default.
         intro: sentences below the title.
         policies: replayed over each run; headroom, torch and megatron by default.
+        progress: called with what begins, in words.
 
     Example:
         >>> import tempfile, buoy.report, buoy.trace
@@ -58,7 +60,10 @@ def write(
         True
         >>> folder.cleanup()
     """
-    return save(html(runs, title=title, intro=intro, policies=policies), out)
+    begin = progress or _ignore
+    page = html(runs, title=title, intro=intro, policies=policies, progress=begin)
+    begin("Writing the page")
+    return save(page, out)
 
 
 def html(
@@ -67,6 +72,7 @@ def html(
     title: str = "",
     intro: str = "",
     policies: Policies = (),
+    progress: Callable[[str], None] | None = None,
 ) -> str:
     """Return the page of `write` as text."""
     if not runs:
@@ -74,8 +80,17 @@ def html(
     known = [run if isinstance(run, Run) else Run(run) for run in runs]
     judged = [(run, found := run.figures, summary(found)) for run in known]
     chosen = policies if isinstance(policies, Mapping) else tuple(policies)
-    body = _alone(*judged[0], chosen) if len(judged) == 1 else _several(judged, chosen)
+    begin = progress or _ignore
+    begin("Drawing the charts")
+    if len(judged) == 1:
+        body = _alone(*judged[0], chosen, begin)
+    else:
+        body = _several(judged, chosen, begin)
     return sheet(title or _heading(known), intro or _about(judged), *body)
+
+
+def _ignore(_: str) -> None:
+    """Show no progress."""
 
 
 def _heading(runs: Sequence[Run]) -> str:
@@ -97,7 +112,9 @@ def _about(judged: Sequence[Judged]) -> str:
     return f"{', '.join(parts)}."
 
 
-def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, Any]:
+def _alone(
+    run: Run, found: Facts, said: Summary, policies: Any, begin: Callable[[str], None]
+) -> tuple[str, Any]:
     charts = _charts([run])
     parts = [judgement(run, found, said)]
     if found.steps:
@@ -110,7 +127,7 @@ def _alone(run: Run, found: Facts, said: Summary, policies: Any) -> tuple[str, A
             section("Skipped steps", skips(run, found, said, "skips-0"), name="skips"),
             section(
                 "What other policies would have done",
-                other_policies(run, policies, "replay-0"),
+                other_policies(run, policies, "replay-0", begin),
                 name="replay",
             ),
         ]
@@ -125,7 +142,9 @@ _LAYERS = (
 )
 
 
-def _several(judged: Sequence[Judged], policies: Any) -> tuple[str, Any]:
+def _several(
+    judged: Sequence[Judged], policies: Any, begin: Callable[[str], None]
+) -> tuple[str, Any]:
     runs = [run for run, _, _ in judged]
     charts = _charts(runs)
     parts = [section("The runs compared", comparison(judged), name="comparison")]
@@ -143,7 +162,7 @@ def _several(judged: Sequence[Judged], policies: Any) -> tuple[str, Any]:
             ),
             details(
                 "What other policies would have done",
-                other_policies(run, policies, f"replay-{i}"),
+                other_policies(run, policies, f"replay-{i}", begin),
             ),
             details("About this run", about(run)),
         ]

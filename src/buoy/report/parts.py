@@ -1,12 +1,12 @@
 """The parts of a page that are text: summaries, tables, lists."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
 from buoy._core.errors import BuoyError
-from buoy._core.replay.compare import Replayed, oracle, replay
+from buoy._core.replay.compare import Replayed, replay_with_oracle
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.diagnose.estimate import estimate_underflow
 from buoy.report.facts import Facts
@@ -227,11 +227,13 @@ def _offenders(found: Facts) -> str:
     return f'<p class="small" id="offenders">Not finite most often: {named}{more}.</p>'
 
 
-def other_policies(run: Run, policies: Iterable[Any], name: str) -> str:
+def other_policies(
+    run: Run, policies: Iterable[Any], name: str, progress: Callable[[str], None]
+) -> str:
     """Tell what other policies would have done with these gradients."""
     try:
         trace = replayable(run.recording)
-        results = [*replay(trace, policies or _USUAL), oracle(trace)]
+        results = replay_with_oracle(trace, policies or _USUAL, progress)
     except BuoyError as error:
         return f'<p class="soft">{escape(str(error))}</p>'
     rows = [_replayed(result) for result in results]

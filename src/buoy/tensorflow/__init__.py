@@ -1,4 +1,4 @@
-"""TensorFlow without Keras 3: a `LossScaler` for loops of your own and for tf_keras.
+"""TensorFlow without Keras 3: a `LossScaler` for custom loops and for tf_keras.
 
 Example::
 

@@ -110,8 +110,8 @@ class LossScaler(tf.Module):
         """Unscale the gradients and apply them if they are finite; move the scale.
 
         `optimizer` has `apply_gradients`, as those of Keras, tf_keras and
-        `tf.compat.v1.train`, or is a function of the pairs.  Returns whether the step
-        was applied.  bool [].
+        `tf.compat.v1.train`, or is a function that takes the pairs of gradients and
+        variables.  Returns whether the step was applied.  bool [].
         """
         if not getattr(tf.distribute.get_strategy(), "num_replicas_in_sync", 1) == 1:
             raise OptionError(
@@ -121,8 +121,8 @@ class LossScaler(tf.Module):
         there = [grad for grad in grads if grad is not None]
         if not there:
             raise CallOrderError(
-                "No variable has a gradient. Compute the loss inside the tape, and "
-                "from the variables that are passed."
+                "No variable has a gradient. Compute the loss inside the tape, from "
+                "the variables that you pass here."
             )
         step = getattr(optimizer, "apply_gradients", optimizer)
         state, scale = self._read(), self.current_scale

@@ -143,7 +143,7 @@ def _usable(scale: float, rule: Scale) -> float:
     if start != scale:
         warn(
             f"The loaded state has a scale of {scale:g}, which this scaler cannot use: "
-            f"its bounds are {low:g} .. {high:g}. It goes on from {start:g}.",
+            f"its bounds are {low:g} .. {high:g}. It continues from {start:g}.",
             BuoyWarning,
         )
     return start
@@ -158,8 +158,8 @@ def load(saved: Saved, rule: Scale, hooks: Hooks) -> None:
     if state is None and (run is not None or saved.policy != name):
         also = " with other options" if saved.policy == name else ""
         warn(
-            f"The loaded state is of policy {saved.policy!r}{also}, this scaler "
-            f"follows {name!r}: only the scale was taken over.",
+            f"The loaded state is from policy {saved.policy!r}{also}, this scaler uses "
+            f"{name!r}: only the scale was loaded.",
             BuoyWarning,
         )
     if run is None:

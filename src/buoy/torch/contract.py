@@ -67,10 +67,10 @@ class TorchContract(TorchGradScaler):
         if torch.compiler.is_compiling():
             return compiled().scale(self, outputs)
         self._note_loss(outputs)
-        now = self._rule.now()
-        scale, target = now.tensor, outputs.device
-        if now.device != target:
-            scale = scale.to(device=target, non_blocking=True)
+        rule: Any = self._rule
+        scale = rule.tensor if rule.run is None else rule.now().tensor
+        if scale.device != outputs.device:
+            scale = scale.to(device=outputs.device, non_blocking=True)
         scaled = outputs * scale
         for hook in self._hooks.loss_scaled:
             hook(outputs, scaled)
@@ -156,6 +156,8 @@ class TorchContract(TorchGradScaler):
         """
         if self._rule.tensor is None:
             self._check_scale_growth_tracker(method)
+        if self._iteration.compiled_looks:
+            raise compiled().clipped_only()
         work = self._per_optimizer_states[id(optimizer)]
         work.optimizer = optimizer
         if work["stage"] is OptState.STEPPED and self._iteration.deferred:
@@ -173,20 +175,19 @@ class TorchContract(TorchGradScaler):
         work = self._work(optimizer, "unscale_")
         if work["stage"] is OptState.UNSCALED:
             raise errors.unscale_twice()
-        self._unscale(work)
+        self._unscale(work, self._rule.now())
         self._surveyor.note_unscaled(work)
         work.freshness = work.freshness or Freshness(optimizer, gather(optimizer))
         if self._iteration.scalings > 1:  # the backward pass of one may come later
             work.freshness.expect_backward()
 
-    def _unscale(self, work: Work) -> None:
+    def _unscale(self, work: Work, now: Now) -> None:
         """Apply the pending multiplier, or check and unscale in one pass."""
         if work.multiplier is not None:
             self._surveyor.write(work)
             return
-        inverse = self._rule.now().inverse
-        found = torch.zeros_like(inverse)
-        flags = self._unscale_grads_(work.optimizer, inverse, found, False)
+        found = torch.zeros_like(now.inverse)
+        flags = self._unscale_grads_(work.optimizer, now.inverse, found, False)
         self._surveyor.agree(work, flags)
         work["stage"] = OptState.UNSCALED
 
@@ -205,7 +206,7 @@ class TorchContract(TorchGradScaler):
             measures = rule.wants or self._hooks.looked
             if measures and rule.tensor is not None:
                 self._surveyor.inspect(work, inv_scale.reshape(()), None)
-            safe = rule.tensor is not None and rule.now().safe
+            safe = rule.is_safe(inv_scale)
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -246,10 +247,10 @@ class TorchContract(TorchGradScaler):
         if not self._iteration.scalings:
             self._refuse_stale(work)
         if optimizers.takes_scaling(optimizer):
-            result = self._step_with_found_inf(work, args, kwargs)
+            result = self._step_with_found_inf(work, now, args, kwargs)
         else:
             if work["stage"] is OptState.READY:
-                self._unscale_in_step(work)
+                self._unscale_in_step(work, now)
             self._surveyor.settle(work)
             if not work["found_inf_per_device"]:
                 raise self._no_gradients(work)
@@ -266,11 +267,11 @@ class TorchContract(TorchGradScaler):
         if self._iteration.scaled and not (work.combined or elsewhere):
             raise errors.scaled_before_update()
 
-    def _unscale_in_step(self, work: Work) -> None:
+    def _unscale_in_step(self, work: Work, now: Now) -> None:
         if is_foreign(self.unscale_):
             self.unscale_(work.optimizer)
         else:
-            self._unscale(work)
+            self._unscale(work, now)
 
     def _maybe_opt_step(
         self,
@@ -292,7 +293,7 @@ class TorchContract(TorchGradScaler):
         return optimizer.step(*args, **kwargs) if work.finite else None
 
     def _step_with_found_inf(
-        self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, work: Work, now: Now, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Step an optimizer that takes `grad_scale` and `found_inf`."""
         optimizer, survey = work.optimizer, self._surveyor
@@ -302,7 +303,7 @@ class TorchContract(TorchGradScaler):
             return optimizer.step(*args, **kwargs, grad_scaler=self)
         if work["stage"] is OptState.READY:
             if not optimizers.recipients(optimizer).sure:
-                self._unscale_in_step(work)
+                self._unscale_in_step(work, now)
             elif work.multiplier is None and work.survey is None:
                 self._check_inf_per_device(optimizer)
         survey.settle(work)
@@ -371,9 +372,8 @@ class TorchContract(TorchGradScaler):
             check_new_scale(new_scale, self._device, rule)
             rule.set(new_scale)
         try:
-            rule.move(evidence)
-            scales, home = (before, rule.now().copy), now.device
-            ended = works, evidence, self._iteration, rule.turn - 1, scales, home
+            scales = before, rule.move(evidence, now).copy
+            ended = works, evidence, self._iteration, rule.turn - 1, scales, now.device
             self._log.end(Ended(*ended), self._hooks)
         finally:
             self._iteration.scalings, self._iteration.deferred = 0, False

@@ -304,8 +304,8 @@ _CURE = "Load the same checkpoint on every rank and call `update` equally often.
 _DIFFERENT_ROUNDS = (
     "Ranks clip in different ways: by another `norm_type`, with a `norm_group` on some "
     "of them only, or with parameters that only some of them shard. Their norms cannot "
-    "be put together, so nothing was applied. Pass the same options on every rank; a "
-    "callable `norm_group` must give every rank of a group parameters of it."
+    "be combined, so nothing was applied. Pass the same options on every rank; a "
+    "callable `norm_group` must assign parameters to a group on each of its ranks."
 )
 
 

@@ -39,7 +39,7 @@ def step_twice() -> CallOrderError:
     return CallOrderError(
         "step() has already been called since the last update(). A second step would "
         "apply the same gradients again. Call `scaler.update()` once per iteration, "
-        "after every optimizer has stepped; without it the scale never moves."
+        "after every optimizer has stepped; without it the scale never changes."
     )
 
 
@@ -59,14 +59,14 @@ def unscale_twice() -> CallOrderError:
     return CallOrderError(
         "unscale_() has already been called on this optimizer since the last update(). "
         "Dividing by the scale twice would make the gradients far too small. Unscale "
-        "once per iteration, after the last backward pass, and end it with `update()`."
+        "once per iteration, after the last backward pass, then step and update."
     )
 
 
 def unscaled_elsewhere() -> CallOrderError:
     """Return the error for two optimizers that have the same gradients."""
     return CallOrderError(
-        "Gradients of this optimizer were inspected or unscaled already, through "
+        "The gradients of this optimizer were already checked or unscaled through "
         "another object: a wrapper of it, or an optimizer with the same parameters. "
         "Dividing by the scale twice would make them far too small. Pass the same "
         "object to `unscale_`, `clip_grad_norm_` and `step`, and each parameter once."
@@ -77,17 +77,17 @@ def shared_gradient(names: tuple[str, ...]) -> CallOrderError:
     """Return the error for one gradient of several parameters of an optimizer."""
     return CallOrderError(
         "Several parameters of this optimizer have the same tensor as `.grad`, or one "
-        "parameter is listed twice: it would be divided by the scale more than once. "
-        f"List each once; copy a shared gradient. They are {', '.join(names)!s:.200}."
+        f"parameter is listed twice: {', '.join(names)!s:.200}. It would be divided by "
+        "the scale repeatedly. List each parameter once; copy a shared gradient."
     )
 
 
 def changed(method: str) -> CallOrderError:
     """Return the error for gradients that changed after they were inspected."""
     return CallOrderError(
-        f"{method}() found other gradients than those that were unscaled or clipped: "
-        "another backward pass has run since, or a parameter group was added. They "
-        "have not been checked and are still multiplied by the scale. Unscale and clip "
+        f"{method}() found gradients that have changed since they were unscaled or "
+        "clipped: another backward pass has run, or a parameter group was added. They "
+        "were not checked and are still multiplied by the scale. Unscale and clip "
         "after the last backward pass of an iteration, and call `scaler.update()` once "
         "per iteration, also for a batch that you drop."
     )
@@ -107,8 +107,8 @@ def nothing_recorded() -> CallOrderError:
     return CallOrderError(
         "No inf checks were recorded prior to update. No optimizer was stepped or "
         "unscaled since the last update(), or none of its parameters had a gradient, "
-        "so the scale cannot be moved. Call `scaler.step(optimizer)` before "
-        "`scaler.update()`; with accumulation, call both once per window."
+        "so the scale cannot be updated. Call `scaler.step(optimizer)` before "
+        "`scaler.update()`; with gradient accumulation, call both once per window."
     )
 
 
@@ -129,8 +129,8 @@ def mid_iteration() -> CallOrderError:
     """Return the error for pickling or copying between a step and its update."""
     return CallOrderError(
         "A GradScaler instance may only be pickled at the beginning of an iteration, "
-        "or at the end after scaler.update(). In between it holds findings about "
-        "gradients that are not part of it."
+        "or at the end after scaler.update(). In between it refers to gradients that "
+        "are not part of it."
     )
 
 
@@ -149,13 +149,18 @@ PASSES_ITSELF = (
     "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
     "directly."
 )
+ALONE_WITH_SHARDS = (
+    "This scaler decides alone (`process_group=()`), but its parameters are sharded "
+    "over ranks (DTensor). One rank would skip a step that the others apply, and clip "
+    "by the norm of its shard. Leave `process_group` out, or pass the ranks' group."
+)
 JOIN = (
-    "A scaler cannot take part in torch.distributed's Join: a rank without data would "
-    "have to repeat what the other ranks do. Pass equally many batches to every rank, "
-    "or let a rank without data run a last batch with a loss of zero "
+    "torch.distributed's Join does not work with a scaler: a rank without data would "
+    "have to repeat what the other ranks do. Pass the same number of batches to every "
+    "rank, or let a rank without data run a last batch with a loss of zero "
     "(`model(batch).sum() * 0`)."
 )
 UNSCALED_EARLY = (
-    "They have some now: `unscale_` was called before `backward()`. Call it after the "
-    "last backward pass of the iteration."
+    "They have gradients now: `unscale_` was called before `backward()`. Call it after "
+    "the last backward pass of the iteration."
 )

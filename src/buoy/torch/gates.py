@@ -60,7 +60,7 @@ def make_gates(
     """Find the method that advances each object; `model` is what averages follow."""
     if advance_on not in ("applied", "attempted"):
         raise OptionError(
-            "`advance_on` must be 'applied' (only when the weights moved) or "
+            "`advance_on` must be 'applied' (only when the weights changed) or "
             f"'attempted' (at every update), got {advance_on!r}."
         )
     return [
@@ -89,7 +89,7 @@ def _advance(thing: Any, model: Any) -> Callable[[], object]:
     if advance is None:
         raise OptionError(
             f"{thing!r:.60} cannot be gated: it has neither `step()` nor `update()` "
-            "and is no plain callable. Pass a function without arguments, e.g. "
+            "and is not a plain callable. Pass a function without arguments, e.g. "
             "`scaler.gate(lambda: ema.update(model))`."
         )
     needed = _first_argument(advance)

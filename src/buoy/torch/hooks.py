@@ -14,13 +14,7 @@ import torch
 
 from buoy.torch.errors import StateError
 
-__all__ = [
-    "Extension",
-    "Hooks",
-    "compiled",
-    "feature",
-    "is_foreign",
-]
+__all__ = ["Extension", "Hooks", "compiled", "feature", "is_foreign"]
 
 
 class Extension:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class Work(dict[str, Any]):
     outcome: Any = None  # a `LastStep`, once it has stepped or was skipped
 
     def __init__(self) -> None:
-        super().__init__(stage=OptState.READY, found_inf_per_device={})
+        self["stage"], self["found_inf_per_device"] = OptState.READY, {}
 
     def __missing__(self, key: str) -> Any:
         """Combine the flags of all ranks when they are first read."""
@@ -137,12 +137,14 @@ class Freshness:
     only if another loss is scaled before the step.
     """
 
+    # Class attributes as defaults: one instance is made in every step.
+    _handles: Sequence[Any] = ()
+    _grads: Sequence[tuple[torch.Tensor, int]] = ()
+    touched = False
+
     def __init__(self, optimizer: Any, gathered: Gathered | None) -> None:
         self._optimizer = optimizer
         self._params = None if gathered is None else gathered.params
-        self._handles: list[Any] = []
-        self._grads: list[tuple[torch.Tensor, int]] = []
-        self.touched = False
 
     def expect_backward(self) -> None:
         """Register hooks that detect a backward pass: another loss was scaled."""
@@ -168,7 +170,7 @@ class Freshness:
         return known is not None and not same_parameters(self._optimizer, known)
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: Sequence[Any]) -> None:
     for handle in handles:
         handle.remove()
 

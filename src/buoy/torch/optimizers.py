@@ -40,17 +40,17 @@ def unscales(optimizer: Any) -> bool:
     """Return whether an optimizer, or one that it wraps, divides by `grad_scale`."""
     if not getattr(optimizer, _DECLARED, False):
         return False
-    if type(optimizer) in _PLAIN and "step" not in optimizer.__dict__:
-        return not _begins_dampened(optimizer)
-    return not takes_scaler(optimizer) and recipients(optimizer).sure
+    if takes_scaler(optimizer) or _begins_dampened(optimizer):
+        return False
+    return recipients(optimizer).sure
 
 
 def takes_scaling(optimizer: Any) -> bool:
     """Return whether an optimizer takes `found_inf`, itself or one that it wraps."""
     if not getattr(optimizer, _DECLARED, False):
         return False
-    if type(optimizer) in _PLAIN:
-        return not _begins_dampened(optimizer)
+    if _begins_dampened(optimizer):
+        return False
     return takes_scaler(optimizer) or bool(recipients(optimizer).found)
 
 
@@ -101,8 +101,6 @@ _TAKES_SCALER: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 def takes_scaler(optimizer: Any) -> bool:
     """Return whether an optimizer's `step` has an argument `grad_scaler`."""
-    if type(optimizer) in _PLAIN and "step" not in optimizer.__dict__:
-        return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
     with suppress(KeyError, TypeError):  # not seen yet, or no weak references to it
         return _TAKES_SCALER[step]
@@ -202,8 +200,6 @@ def _begins_dampened(optimizer: Any) -> bool:
     """
     if type(optimizer) is not torch.optim.SGD:
         return False
-    if not optimizer.defaults.get("momentum") and len(optimizer.param_groups) == 1:
-        return False
     return any(group.get("dampening") for group, _, _ in _fused_momentum(optimizer))
 
 
@@ -212,7 +208,8 @@ def _begins_dampened(optimizer: Any) -> bool:
 
 def read_found_inf(work: Work, found: torch.Tensor) -> bool:
     """Read the flag and the measurements from the device in one transfer."""
-    if backend.in_host_memory(found) or not (work.measured or work.differs is not None):
+    more = work.measured or work.differs is not None
+    if not more or backend.in_host_memory(found):
         return not found.item()
     names, home = list(work.measured), found.device
     numbers = [backend.scalar(work.measured[name], home) for name in names]

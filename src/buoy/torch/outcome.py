@@ -105,12 +105,12 @@ class LastStep:
     @property
     def scale(self) -> float:
         """The scale that this step's loss was multiplied by."""
-        return _number(self._scale)
+        return backend.read_one(self._scale)
 
     @property
     def next_scale(self) -> float | None:
         """The scale that `update` set; None before it."""
-        return None if self._next is None else _number(self._next)
+        return None if self._next is None else backend.read_one(self._next)
 
     @property
     def norm(self) -> float | None:
@@ -121,7 +121,7 @@ class LastStep:
         """
         if self._norm is None:
             self._norm = self._measure_norm()
-        return None if self._norm is None else _number(self._norm)
+        return None if self._norm is None else backend.read_one(self._norm)
 
     @property
     def verdict(self) -> Verdict:
@@ -276,7 +276,3 @@ class LastStep:
             examined.add(id(optimizer))
         losses, history = list(self._losses), list(self._context.history)
         return judge_losses(backend.read(losses), backend.read(history))
-
-
-def _number(value: Number) -> float:
-    return float(value.item()) if isinstance(value, torch.Tensor) else value

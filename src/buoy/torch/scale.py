@@ -75,7 +75,7 @@ class Scale:
         self._now: Now | None = None
         self._count = 0  # the value of the tracker
         self._versions = (-1, -1)  # the tensors' `_version` when last read
-        self._window: backend.HostView | None = None  # collectives keep `_version`
+        self._view: backend.HostView | None = None  # collectives keep `_version`
         self._seen: Any = None  # the tracker that the last three belong to
         self.admit(init_scale)
 
@@ -100,22 +100,26 @@ class Scale:
 
     def now(self) -> Now:
         """Return the current scale; detects writes by others into the tensor."""
-        now, tensor, window = self._now, self.tensor, self._window
+        now, tensor, view = self._now, self.tensor, self._view
         if (
             now is not None
             and now.tensor is tensor
             and tensor._version == self._versions[0]
             and self._seen is self.tracker
-            and (window is None or window.number.value == now.value)
+            and (view is None or view.value == now.value)
         ):
             return now
         return self._follow()
 
+    def is_safe(self, inverse: torch.Tensor) -> bool:
+        """Return whether multiplying by `inverse` is known not to overflow."""
+        now = self._now
+        return now is not None and now.safe and now.inverse is inverse
+
     def _follow(self) -> Now:
         """Continue from a scale that others have written into the tensor."""
-        tensor, tracker = self.tensor, self.tracker
-        if tensor is None or tracker is None:
-            raise TypeError  # callers check first, with a better message
+        tensor: Any = self.tensor
+        tracker: Any = self.tracker
         compiled = self._compiled_turns()
         if compiled:
             self.count_from(self.turn + compiled)
@@ -135,17 +139,12 @@ class Scale:
 
     def _note(self, value: float | None, count: int) -> Now:
         """Cache the values of the tensors; `value` None: only the device has it."""
-        tensor, tracker = self.tensor, self.tracker
-        if tensor is None or tracker is None:
-            raise TypeError
+        tensor: Any = self.tensor
+        tracker: Any = self.tracker
         if self.run is not None and value is not None:
             own = self.run.scale
             value = own if isinstance(own, float) else None
-        before = self._now
-        if before is None or before.tensor is not tensor or value is None:
-            self._window = None if value is None else backend.host_view(tensor)
-        elif self._window is None:
-            self._window = backend.host_view(tensor)
+        self._view = None if value is None else backend.host_view(tensor)
         self._versions = (tensor._version, tracker._version)
         self._count, self._seen = count, tracker
         safe = value is not None and value >= 1.0
@@ -179,8 +178,7 @@ class Scale:
             min_scale=self.low,
             max_scale=self.high,
             quirks=Quirks(
-                arithmetic="wide",
-                at_max="clamp" if self.high < FLOAT32_MAX else "keep",
+                arithmetic="wide", at_max="clamp" if self.high < FLOAT32_MAX else "keep"
             ),
         )
 
@@ -202,13 +200,12 @@ class Scale:
             self.run.foresee(loss, now.device, half=self.half)
             self._write()
 
-    def move(self, evidence: Evidence | None) -> None:
-        """Update the scale from the evidence, if any; write it to the tensor."""
+    def move(self, evidence: Evidence | None, now: Now) -> Now:
+        """Update the scale from the evidence, if any; return the new one."""
         self.turn += 1
         self.foreseen = False
         if evidence is None:
-            return
-        now = self.now()
+            return self.now()
         if self.run is not None:
             if self.run.on_device:
                 self.run.follow(now.tensor)
@@ -220,7 +217,8 @@ class Scale:
             self._move_on_host(now.value, evidence.finite)
         else:
             self.move_on_device(evidence)
-            self._note(None, 0)
+            self._note(None, self._count)
+        return self._now or now
 
     def move_on_device(self, evidence: Evidence) -> None:
         """Update the scale without a host read, also inside a compiled graph."""
@@ -279,9 +277,8 @@ class Scale:
 
     def admit(self, value: float) -> None:
         """Widen default bounds to include a scale that was set by hand."""
-        if self.run is None and not self.bounds_given:
-            self.low = min(self.low, value) if value > 0 else self.low
-            self.high = max(self.high, value)
+        if not self.bounds_given:
+            self.low, self.high = min(self.low, value), max(self.high, value)
 
     def set(self, value: float | torch.Tensor) -> None:
         """Continue from this scale; an unusable tensor changes nothing."""
@@ -293,7 +290,6 @@ class Scale:
                 "policy, or leave `new_scale` out."
             )
             raise OptionError(message)
-        self.foreseen = False
         if isinstance(value, torch.Tensor):
             given = value.reshape(()).to(now.tensor.dtype)
             usable = (given >= SMALLEST) & (given <= FLOAT32_MAX)

@@ -319,10 +319,7 @@ class GradScaler(TorchContract):
         self._hooks.add(extension)
 
     def gate(
-        self,
-        *things: Any,
-        optimizer: Any = None,
-        advance_on: AdvanceOn = "applied",
+        self, *things: Any, optimizer: Any = None, advance_on: AdvanceOn = "applied"
     ) -> None:
         """Advance schedulers, averages and counters in `update`.
 

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
     step: int
     time: float
-    measured: tuple[bool, ...]  # which of norm, amax, loss were measured
+    measured: tuple[bool, ...]  # which of norm, amax, loss, spike are known
     outcome: LastStep | None  # None: inspected, but not stepped
     watched: bool  # the watch already has this step
 
@@ -139,18 +139,19 @@ class StepLog:
             bad = outcome if outcome._applied is False and bad is None else bad
         if finite or (bad is None and stepped):
             norm, amax = _sizes(ended.works)
-            scale = after if isinstance(after, float) else partial(_read, after)
-            size = None if norm is not None or amax is None else _plain(amax)
+            late = not isinstance(after, float)
+            scale: Any = partial(backend.read_one, after) if late else after
+            size = None if norm is not None or amax is None else backend.known(amax)
             if size and isinstance(ended.scales[0], float):
                 size /= ended.scales[0]
-            norm = None if norm is None else _plain(norm)
+            norm = None if norm is None else backend.known(norm)
             self.watch.applied(scale, norm=norm, amax=size)
         elif bad is not None:
-            self.watch.skipped(_read(after), bad.verdict, bad.offenders)
+            self.watch.skipped(backend.read_one(after), bad.verdict, bad.offenders)
         else:  # checked and non-finite, but the user did not call `step`
             history = backend.read(list(self.history))
             losses = backend.read(list(ended.iteration.losses))
-            self.watch.skipped(_read(after), judge_losses(losses, history))
+            self.watch.skipped(backend.read_one(after), judge_losses(losses, history))
 
     def _write(self, ended: Ended, stepped: list[LastStep]) -> None:
         """Make a step's row now, or start copying its numbers to the host."""
@@ -163,12 +164,13 @@ class StepLog:
         if not known and ended.evidence and (not outcome or outcome._spike is None):
             flag = ended.evidence.found  # without vetoes of the spike guard
         losses, iteration = ended.iteration.losses, ended.iteration
-        measured = (*_sizes(ended.works), losses[-1] if losses else None)
+        loss = losses[-1] if losses else None
+        measured = (*_sizes(ended.works), loss, outcome._spike if outcome else None)
         numbers = [flag, iteration.differs, *ended.scales, *measured]
         iteration.differs = None
         has = tuple(number is not None for number in measured)
         entry = Entry(ended.step, time.time(), has, outcome, known)
-        values = [value for x in numbers if (value := _plain(x)) is not None]
+        values = [value for x in numbers if (value := backend.known(x)) is not None]
         if len(values) == len(numbers):
             self._add_row(values, entry)
             return
@@ -185,13 +187,13 @@ class StepLog:
         flag, differs, scale, after, *rest = values
         if differs:
             raise late_error(scale)
-        norm, amax, loss = (
+        norm, amax, loss, spike = (
             x if known else None for x, known in zip(rest, entry.measured, strict=True)
         )
         outcome, applied = entry.outcome, not flag > 0
         offenders: tuple[str, ...] = ()
-        if applied:
-            verdict = Verdict.APPLIED
+        if applied or spike:
+            verdict = Verdict.APPLIED if applied else Verdict.SPIKE
         elif entry.watched and outcome is not None and outcome._applied is False:
             verdict, offenders = outcome.verdict, outcome.offenders
         else:
@@ -266,16 +268,3 @@ def _sizes(works: list[Work]) -> tuple[Number | None, Number | None]:
     if len(sizes) > 1:
         amax = torch.stack(sizes).max()
     return norm, amax
-
-
-def _read(number: Number) -> float:
-    return backend.read([number])[0]
-
-
-def _plain(number: Number | None) -> float | None:
-    """Return a number that the host can read without waiting; 0 for no measurement."""
-    if number is None:
-        return 0.0
-    if isinstance(number, torch.Tensor):
-        return backend.host_value(number.float().reshape(()))
-    return float(number)

@@ -32,6 +32,7 @@ from buoy._backends.torch.gradients import (
 from buoy._backends.torch.measure import MEASURE
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.rank_norms import RankGradients
+from buoy._core.errors import OptionError
 from buoy._core.step import MEASUREMENTS, clip_factor
 from buoy.torch import errors
 from buoy.torch.distributed import Agreed, Agreement, Findings
@@ -65,6 +66,8 @@ class Surveyor:
         gathered = work.gathered = gather(work.optimizer)
         if len(set(map(id, gathered.held))) < len(gathered.held):
             raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
+        if gathered.sharded and not self.agreement.active:
+            raise OptionError(errors.ALONE_WITH_SHARDS)
         work.freshness = Freshness(work.optimizer, gathered)
         if not gathered.plain and gathered.half:
             self.fp16.check(work.optimizer, self.names, allow=allow_fp16)
@@ -206,7 +209,9 @@ class Surveyor:
             return norm
         work.order = order
         scaled = self._remeasure_norm(work, order)
-        return None if scaled is None else backend.narrowed(scaled * work.multiplier)
+        if scaled is not None and order:  # 0: a count
+            scaled = scaled * work.multiplier
+        return None if scaled is None else backend.narrowed(scaled)
 
     def survey_norm(self, work: Work, order: float) -> None:
         """Inspect the scaled gradients once; store norm, flag and multiplier."""
@@ -227,7 +232,7 @@ class Surveyor:
             self.settle(work)
         work.order, work.multiplier = order, now.inverse
         if work["found_inf_per_device"]:
-            work.norm = norm = norm * now.inverse
+            work.norm = norm = norm * now.inverse if order else norm  # 0: a count
             if norm.dtype is torch.float64:
                 work.norm = backend.narrowed(norm)
         for hook in self.hooks.norm_taken:

@@ -1,8 +1,8 @@
 """Traces: the recorded history of a run, or a synthetic one.
 
-`Recorder` writes a run as it happens and `load` reads it back; `read` gives a `Trace`
-that `buoy.replay` and `buoy.tune` take, from a recorded run or from the files that
-`write` writes; `synthetic` generates one.  Standard library only.
+`Recorder` records a run while it trains, and `load` reads it back.  `read` returns a
+`Trace` for `buoy.replay` and `buoy.tune`, from a recorded run or from a file that
+`write` has written; `synthetic` generates one.  Standard library only.
 """
 
 from importlib import import_module

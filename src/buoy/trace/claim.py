@@ -78,7 +78,7 @@ def free_name(path: Path) -> Path:
         for ending in ("-wal", "-shm"):
             path.with_name(path.name + ending).unlink(missing_ok=True)
         return path
-    message = f"{str(path)!r} exists and is not a trace of Buoy; it was left alone"
+    message = f"{str(path)!r} exists and is not a trace of Buoy; it was not changed"
     if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would never return
         raise TraceError(message)
     with path.open("rb") as file:

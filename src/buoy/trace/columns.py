@@ -137,7 +137,19 @@ class Rows(Sequence[Row]):
             self._headroom = array("d", self._headrooms())
         return self._headroom
 
-    def _headrooms(self) -> Iterator[float]:
+    def _headrooms(self) -> Iterable[float]:
+        try:
+            import numpy as np  # noqa: PLC0415 - ten times faster, where it is there
+        except ImportError:
+            return self._plain_headrooms()
+        amax, scale, limit = map(np.asarray, (self.amax, self.scale, self.max_log2))
+        known = (amax > 0.0) & (amax < math.inf) & (scale > 0.0)
+        empty = np.full(len(self), math.nan)
+        top = np.log2(amax, out=empty, where=known)
+        bits = limit - top - np.log2(scale, out=np.zeros(len(self)), where=known)
+        return array("d", bits.tobytes())
+
+    def _plain_headrooms(self) -> Iterator[float]:
         log2, nan, infinity = math.log2, math.nan, math.inf
         before, height = None, nan
         for amax, scale, limit in zip(

@@ -28,7 +28,8 @@ _WORD = "I" if array("I").itemsize == 4 else "L"  # four bytes
 class Counts:
     """The number of one tensor's scaled gradients in each binade.
 
-    `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Large tensors
+    A binade is a factor of two: `counts[i]` counts magnitudes from 2^(low+i) up to
+    2^(low+i+1).  Large tensors
     are sampled: `size` is the number of elements of the tensor, `looked_at` the number
     that was counted.
 

@@ -38,7 +38,7 @@ class Recorder:
     there is one `TraceWarning`, and training continues.
 
     Args:
-        path: the file, one per run; an earlier run's file of that name is moved aside.
+        path: the file, one per run; an existing trace of that name is renamed.
             None records to the sinks only.
         every: steps between two sets of histograms; 0 for none.
         sinks: further outputs of the rows (see `buoy.trace.sinks`).

@@ -98,9 +98,9 @@ def load(
 ) -> Recording:
     """Read a recorded run, or raise `TraceError`.
 
-    `after` and `shots_after` leave out the rows and the histograms up to a step, to
-    follow a run.  `latest` and `latest_shots` limit how many are
-    read, the last ones; `counted` is of all rows after that step.
+    To follow a run, `after` and `shots_after` leave out the rows and the histograms up
+    to that step.  `latest` and `latest_shots` read only that many, the last ones;
+    `counted` counts all rows after `after`.
 
     Example:
         >>> load("no/such.buoy")
@@ -137,7 +137,7 @@ def _check_head(where: str) -> None:
     mine = head[68:72] == APPLICATION.to_bytes(4, "big")
     if not head.startswith(MAGIC) or not mine:
         message = (
-            f"The file {where!r} is not a recorded run of Buoy's. Read one that "
+            f"The file {where!r} is not a run recorded by Buoy. Read one that "
             '`GradScaler(trace="run.buoy")` or `buoy.trace.Recorder` has written.'
         )
         raise TraceError(message)
@@ -188,8 +188,8 @@ def _check_schema(where: str, file: sqlite3.Connection) -> None:
     if found != TABLES:
         strange = sorted({*found} ^ {*TABLES}) or ["a table of another shape"]
         message = (
-            f"The file {where!r} is not a recorded run of Buoy's: {strange!r:.80}. "
-            "It was not read any further."
+            f"The file {where!r} is not a run recorded by Buoy: {strange!r:.80}. It "
+            "was not read any further."
         )
         raise TraceError(message)
 

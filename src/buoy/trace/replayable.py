@@ -29,7 +29,8 @@ def replayable(recording: Recording) -> Trace:
     rows = columns_of(recording.rows)
     if not rows:
         message = (
-            f"The trace {recording.path!r} holds no step yet. Wait for the run's first."
+            f"The trace {recording.path!r} holds no step yet. Wait for the first step "
+            "of the run."
         )
         raise TraceError(message)
     losses = _filled(_logs(rows.loss))

@@ -12,7 +12,7 @@ __all__ = ["Row", "headroom"]
 class Row(NamedTuple):
     """The outcome of one step.  All but the scale refer to unscaled gradients.
 
-    None is "not measured": the largest gradient of large models is measured in some
+    None means "not measured": in large models the largest gradient is measured in some
     steps only, unless the policy uses it.
 
     Example:

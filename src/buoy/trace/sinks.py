@@ -2,9 +2,9 @@
 
     Recorder("run.buoy", sinks=[TensorBoard("logs"), JsonLines("run.jsonl")])
 
-Each package is imported for its first row, in the sink's thread; a sink
-that fails is switched off, with one warning.  All values are of *unscaled*
-gradients, so the curves of a dashboard do not depend on the scale.
+A sink imports its package with its first row, in its own thread.  A sink that fails is
+switched off, with one warning.  All values are those of *unscaled* gradients, so the
+curves of a dashboard do not depend on the scale.
 """
 
 import json

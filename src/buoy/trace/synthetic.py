@@ -93,9 +93,10 @@ MOST_STEPS = 10_000_000
 def synthetic(kind: str, steps: int = 10_000, seed: int = 0) -> Trace:
     """Generate a trace: the same arguments always give the same trace.
 
-    Kinds: stationary; spikes of 4 to 12 binades at 1 % of the steps; step_up and
-    step_down by 10 binades midway; drift_up by 10 and drift_down by 20; saw, ten teeth
-    of 8; noise with a deviation of 2; jumps to ten levels within +-12.
+    All sizes are in binades (factors of two).  Kinds: stationary; spikes of 4 to 12 at
+    1 % of the steps; step_up and step_down by 10 midway; drift_up by 10 and drift_down
+    by 20; saw, ten teeth of 8; noise with a deviation of 2; jumps to ten levels within
+    +-12.
 
     Example:
         >>> trace = synthetic("step_up", steps=100, seed=1)
@@ -103,7 +104,7 @@ def synthetic(kind: str, steps: int = 10_000, seed: int = 0) -> Trace:
         (100, 'synthetic:step_up')
     """
     if kind not in KINDS:
-        message = f"No synthetic trace {kind!r}. There are: {', '.join(KINDS)}."
+        message = f"There is no synthetic trace {kind!r}. Known: {', '.join(KINDS)}."
         raise TraceError(message)
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
         message = (

@@ -189,7 +189,7 @@ class Writer:
         self._broken = True
         self.news.append(
             f"recording to {str(self.path)!r} has stopped: {_named(error)}. Training "
-            "goes on without it; what was written so far can be read"
+            "continues without it; what was written so far can be read"
         )
         if self._store is not None:
             with contextlib.suppress(sqlite3.Error):

@@ -25,6 +25,7 @@ __all__ = [
     "host_view",
     "in_host_memory",
     "kernel_works",
+    "known",
     "lift",
     "local",
     "magnitude",
@@ -35,6 +36,7 @@ __all__ = [
     "ops",
     "read",
     "read_host_memory",
+    "read_one",
     "reciprocal",
     "scalar",
     "self_test",
@@ -279,19 +281,19 @@ def read_host_memory(number: torch.Tensor) -> float:
     return _Float.from_address(number.data_ptr()).value
 
 
-class HostView:
-    """A view of a float32 CPU tensor's memory: `number.value` is its current value."""
+class HostView(ctypes.c_float):
+    """A view of a float32 CPU tensor's memory: `value` is its current value."""
 
-    __slots__ = ("_storage", "number")
-
-    def __init__(self, number: torch.Tensor) -> None:
-        self._storage = number.untyped_storage()  # keeps the memory alive
-        self.number = _Float.from_address(number.data_ptr())
+    storage: torch.UntypedStorage  # keeps the memory alive
 
 
 def host_view(number: torch.Tensor) -> HostView | None:
     """Return a view of a number; None if it is not in host memory."""
-    return HostView(number) if in_host_memory(number) else None
+    if not in_host_memory(number):
+        return None
+    view = HostView.from_address(number.data_ptr())
+    view.storage = number.untyped_storage()
+    return view
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
@@ -316,9 +318,9 @@ def value_or_copy(number: torch.Tensor) -> float | torch.Tensor | None:
     """
     if number.is_meta or _is_transformed(number):
         return None
-    return (
-        read_host_memory(number) if in_host_memory(number) else number.detach().clone()
-    )
+    if in_host_memory(number):
+        return read_host_memory(number)
+    return number.detach().clone()
 
 
 def scalar(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -335,15 +337,20 @@ def read(numbers: Sequence[float | torch.Tensor]) -> list[float]:
         return [float(one) for one in numbers]
     home = tensors[0].device
     packed = torch.stack([t.detach().reshape(()).float().to(home) for t in tensors])
-    values = iter(_listed(packed))
-    return [next(values) if isinstance(n, torch.Tensor) else float(n) for n in numbers]
+    found = iter(values(packed))
+    return [next(found) if isinstance(n, torch.Tensor) else float(n) for n in numbers]
 
 
-def _listed(packed: torch.Tensor) -> list[float]:
-    if in_host_memory(packed):
-        return (_Float * packed.numel()).from_address(packed.data_ptr())[:]
-    values: list[float] = packed.tolist()
-    return values
+def read_one(number: float | torch.Tensor) -> float:
+    """Read a number, and wait for it if it is on a device."""
+    return float(number.item()) if isinstance(number, torch.Tensor) else number
+
+
+def known(number: float | torch.Tensor | None) -> float | None:
+    """Return a number that the host can read without waiting, else None; 0 for None."""
+    if isinstance(number, torch.Tensor):
+        return host_value(number.float().reshape(()))
+    return 0.0 if number is None else float(number)
 
 
 def values(vector: torch.Tensor) -> list[float]:

@@ -291,8 +291,8 @@ def different_calls(codes: dict[int, float]) -> RankMismatchError:
     )
     return RankMismatchError(
         f"Ranks do different things in the same step: {shown}. Their numbers cannot be "
-        "put together, so nothing was applied. Every rank must make the same calls in "
-        "the same order: scalers with the same policy, `clip_grad_norm_` on all or on "
+        "combined, so nothing was applied. Every rank must make the same calls in the "
+        "same order: scalers with the same policy, `clip_grad_norm_` on all or on "
         "none, optimizers one after the other."
     )
 
@@ -303,15 +303,15 @@ def _absent(
     """Return the error that names the ranks that did not take part."""
     here, missing = present or ([], [])
     if present is None:
-        who = "Some rank did not come, perhaps the one that hosts the store: it is gone"
+        who = "A rank is missing, perhaps the one that hosts the store: it is gone"
     elif missing:
-        who = f"{_named(missing)} did not come; {_named(here)} did"
+        who = f"Missing: {_named(missing)}; present: {_named(here)}"
     else:
-        who = "All ranks are there, but the connection between them failed"
+        who = "All ranks are present, but the connection between them failed"
     reason = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
     return AbsentRankError(
         f"Ranks could not agree on this step. {who}. Nothing was applied and the scale "
-        "was not moved. Either that rank has died (look at its log), or it takes "
+        "did not change. Either that rank has died (look at its log), or it takes "
         "fewer steps than the others: uneven inputs, a `step` under `if rank == 0`, an "
         "exception that only it caught. Every rank must call `scaler.step` equally "
         "often: pass equally many batches to every rank, or let a rank without data "

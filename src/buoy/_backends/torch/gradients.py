@@ -14,7 +14,6 @@ from torch import distributed as dist
 from buoy._backends import torch as backend
 from buoy._backends.torch import measure
 from buoy._core.errors import OptionError
-from buoy._core.step import bounded_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +54,13 @@ class Gathered(NamedTuple):
     grads: list[torch.Tensor]
     buckets: list[Bucket]
     plain: bool = False  # dense float32, all on one device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether some gradients are parts of larger ones, on several ranks."""
+        if self.grads is self.held:  # torch.distributed is not in use
+            return False
+        return any(map(_is_part, self.held))
 
     @property
     def half(self) -> bool:
@@ -143,6 +149,13 @@ def _local_part(param: Any) -> torch.Tensor:
         param.grad = grad = grad.redistribute(placements=param.placements)
     part: torch.Tensor = grad.to_local()
     return part
+
+
+def _is_part(grad: Any) -> bool:
+    """Return whether a gradient is a DTensor that several ranks hold parts of."""
+    placements = getattr(grad, "placements", ())
+    split = any(not placement.is_replicate() for placement in placements)
+    return split and grad.device_mesh.size() > 1
 
 
 def _real_and_dense(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -275,7 +288,7 @@ def _measure(
     for device, dtype, grads in gathered.buckets:
         some, top = measure.norms(grads, order, amax=amax)
         total = torch.linalg.vector_norm(torch.stack(some), order)
-        total, biggest = _settled(grads, order, total, top)
+        total, biggest = measure.settled(grads, order, total, top)
         totals.append(total.to(home, non_blocking=True))
         sizes.append(biggest.to(home, non_blocking=True))
         if top is not None:
@@ -284,7 +297,7 @@ def _measure(
     norm = totals[0]
     if len(totals) > 1:
         norm = torch.linalg.vector_norm(torch.stack(totals), order)
-    found = _overflows(sizes, inverse)
+    found = measure.overflows(sizes, inverse)
     # Not by `id`: torch.compile would recompile for every gradient.
     each = tuple(next(parts[grad.device, grad.dtype]) for grad in gathered.grads)
     return Survey(found, norm, each, torch.stack(tops).max().float() if tops else None)
@@ -297,52 +310,15 @@ def _measure_on_host(
     some, top = measure.norms(grads, order, amax=amax)
     parts = torch.stack(some)
     total = torch.linalg.vector_norm(parts, order)
-    norm, biggest = _settled(grads, order, total, top)
+    norm, biggest = measure.settled(grads, order, total, top)
     size = backend.host_value(biggest)
     if size is None:
-        found = _overflows([biggest], inverse)
+        found = measure.overflows([biggest], inverse)
     else:
         times = size * backend.read_host_memory(inverse)  # NaN, for 0 * inf, misfits
         fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
         found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
     return Survey(found, norm, parts, top)
-
-
-def _settled(
-    grads: measure.Grads, order: float, total: torch.Tensor, top: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exact total, and a number that is finite iff all elements are.
-
-    A finite total proves that every element is finite.  A non-finite total may come
-    from an overflow in the sum of powers: then the largest element, `top`, decides.
-    """
-    if order == math.inf:
-        return total, total
-    seen = backend.host_value(total)
-    if seen is not None and math.isfinite(seen) and order > 0.0:
-        return total, total
-    biggest = measure.biggest(grads) if top is None else top
-    if order <= 0.0:  # such a norm may be finite though an element is not
-        return total, biggest
-    if seen is not None:
-        return backend.exact_norm(grads, order), biggest
-    # If only the sum overflows, use an upper bound of the norm: the step is clipped
-    # harder than necessary, but not skipped.  In float64, as it may fit once unscaled.
-    wide = biggest if biggest.is_mps else biggest.double()
-    bound = bounded_norm(wide, sum(map(_numel, grads)), order)
-    return torch.where(backend.nonfinite(total), bound, total), biggest
-
-
-def _overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
-    """Return whether a size is not finite, or would not be once unscaled.  float32 [].
-
-    Each size in its own dtype: a float64 gradient may exceed float32's range.
-    """
-    bad = [
-        backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
-        for size in sizes
-    ]
-    return (bad[0] if len(bad) == 1 else torch.stack(bad).any()).float()
 
 
 def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
@@ -351,7 +327,7 @@ def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
         measure.biggest(grads).to(inverse.device, non_blocking=True)
         for _, _, grads in gathered.buckets
     ]
-    found = _overflows(sizes, inverse)
+    found = measure.overflows(sizes, inverse)
     return Survey(found, amax=torch.stack(sizes).max().float())
 
 
@@ -372,9 +348,7 @@ def check_and_multiply_(
             factor = inverse.to(device, non_blocking=True)
         if device not in flags:
             at_home = device == found.device
-            flags[device] = (
-                found if at_home else found.to(device, non_blocking=True, copy=True)
-            )
+            flags[device] = found if at_home else found.to(device, non_blocking=True)
         backend.check_and_multiply_(grads, flags[device], factor)
         if not safe and _exceeds_one(factor):
             backend.check_and_multiply_(grads, flags[device], torch.ones_like(factor))

@@ -10,9 +10,18 @@ from typing import Any
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.step import BLOCK, SMALL, sample_stride
+from buoy._core.step import BLOCK, SMALL, bounded_norm, sample_stride
 
-__all__ = ["MEASURE", "Grads", "biggest", "norms", "sampled", "small_share"]
+__all__ = [
+    "MEASURE",
+    "Grads",
+    "biggest",
+    "norms",
+    "overflows",
+    "sampled",
+    "settled",
+    "small_share",
+]
 
 Grads = list[torch.Tensor]
 
@@ -52,6 +61,43 @@ def norms(
         if grad.numel():
             ends.append(torch.aminmax(grad))
     return parts, _farthest(ends)
+
+
+def settled(
+    grads: Grads, order: float, total: torch.Tensor, top: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the exact total, and a number that is finite iff all elements are.
+
+    A finite total proves that every element is finite.  A non-finite total may come
+    from an overflow in the sum of powers: then the largest element, `top`, decides.
+    """
+    if order == math.inf:
+        return total, total
+    seen = backend.host_value(total)
+    if seen is not None and math.isfinite(seen) and order > 0.0:
+        return total, total
+    most = biggest(grads) if top is None else top
+    if order <= 0.0:  # such a norm may be finite though an element is not
+        return total, most
+    if seen is not None:
+        return backend.exact_norm(grads, order), most
+    # If only the sum overflows, use an upper bound of the norm: the step is clipped
+    # harder than necessary, but not skipped.  In float64, as it may fit once unscaled.
+    wide = most if most.is_mps else most.double()
+    bound = bounded_norm(wide, sum(grad.numel() for grad in grads), order)
+    return torch.where(backend.nonfinite(total), bound, total), most
+
+
+def overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
+    """Return whether a size is not finite, or would not be once unscaled.  float32 [].
+
+    Each size in its own dtype: a float64 gradient may exceed float32's range.
+    """
+    bad = [
+        backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
+        for size in sizes
+    ]
+    return (bad[0] if len(bad) == 1 else torch.stack(bad).any()).float()
 
 
 def sampled(grad: torch.Tensor, stride: int) -> list[torch.Tensor]:

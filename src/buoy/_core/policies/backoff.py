@@ -49,7 +49,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Shrink on overflow; grow after `growth_interval` finite steps.
+    """Lower the scale on overflow; raise it after `growth_interval` finite steps.
 
     The rule::
 
@@ -57,10 +57,10 @@ class Backoff:
         overflow:  clean = 0;   scale *= backoff_factor      (the step is skipped)
         both:      min_scale <= scale <= max_scale
 
-    `hysteresis` tolerates that many overflows less one; `hysteresis_refill` restores
-    that budget: on growth, on a finite ("clean") step, or on any change of the scale.
-    `tolerance`: the scale does not fall while the share of overflows since it last
-    moved is below this.
+    `hysteresis` is the number of overflows that it takes to lower the scale;
+    `hysteresis_refill` says what resets this count: growth, a finite ("clean") step, or
+    any change of the scale.  `tolerance`: the scale does not fall while the share of
+    overflows since its last change is below this.
 
     Example:
         >>> policy = Backoff(init_scale_power=4, growth_interval=2)

@@ -5,7 +5,6 @@ scale that is too low. This rule measures the largest gradient of the previous
 steps, the share of gradients near the bottom of the format, and the loss of the
 current step before it is scaled. It runs unchanged on floats, NumPy scalars,
 torch tensors and JAX tracers.
-
 It does not reject outlier batches; the spike guard does.
 """
 
@@ -35,11 +34,11 @@ RETREAT = 8.0  # bits down on overflow, up on zeros: one low step beats two lost
 BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
 
 # The ceiling.  Patience and hold are steps.
-HIT, MISSED = 1.0, 4.0  # bits down at the ceiling: if it has risen, if it has not
+HIT, MISSED = 2.0, 4.0  # bits down at the ceiling: if it has risen, if it has not
 LEAST, MOST = 4.0, 2048.0  # hold
-RECUR = 8.0  # growth of the hold when an overflow recurs
+RECUR = 32.0  # growth of the hold when gradients explain an overflow again
+NEAR = 3.0 * UNIT  # gradients that explain overflows count as equal within this
 HASTE = 4.0  # patience falls by this factor when the ceiling rises
-FORGET = 512.0  # steps below the ceiling in which the hold falls to 1/e
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,7 @@ class HeadroomState:
     patience: Scalar  # finite steps at the ceiling after which it rises
     waited: Scalar  # finite steps at the ceiling so far
     hold: Scalar  # patience of a ceiling that proves right
+    mark: Scalar  # log2 of the gradient that explained an overflow last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +91,17 @@ class Headroom:
                 with spike = last a - max(a, E)
             underflow measured: free margin up while nothing is lost, else down;
                 learned margin down to 2 where it costs more than `cost_share`
-            at the ceiling: after `patience` such steps, ceiling + 1, patience / 4
             planned = floor(max_log2 - max(E + max(margin, free), a + 0.75)), at most
-                the ceiling
-        overflow:
-            planned = ceiling = k - 8 (k - 16, k - 32, ... if in a row)
-            the first in a row counts as a = max_log2 - k + 2; the next finite step
-            shows whether it was a spike of a, a new level of a, or neither
+                the ceiling; after `patience` steps at it, ceiling + 1, patience / 4
+        overflow below the ceiling:
+            planned = ceiling = k - 8, patience = 1
+            counts as a = max_log2 - k + 2; the next finite step shows whether it was
+            a spike, neither, or a new level of a: ceiling = planned, patience = hold
+        overflow at the ceiling:
+            planned = ceiling = k - 2 (k - 4 if it has not risen since the last one),
+            patience = hold = 2048; the margin learns nothing
+        further overflows in a row:
+            planned = ceiling = k - 16, k - 32, k - 64; patience / 2
         all gradients zero:
             planned = k + 8 before the first measurement, else E released;
             not above 2^32, not above the ceiling
@@ -106,12 +110,8 @@ class Headroom:
     lower the scale for long, and a lasting jump is followed at once.
 
     The ceiling is for what the weights' gradients do not show: an overflow in an
-    activation gradient, or tasks that alternate.  After an overflow it rises by 1 at
-    each step, until it no longer matters or until the scale overflows at it: then
-    ceiling = k - 1 (k - 4 if it has not risen since that happened last), for `hold`
-    steps.  `hold` grows 8-fold, from 4 to 2048, when that happens and when the next
-    finite step shows a level of a that explains the overflow (then ceiling = planned);
-    it falls slowly while the scale is below the ceiling.
+    activation gradient, or tasks that alternate.  A new level of a sets `hold` to 4, or
+    makes it 32 times longer, up to 2048, if it is within 3 of the one before.
 
     Example:
         >>> policy = Headroom()
@@ -173,10 +173,7 @@ class Headroom:
         return "float32"
 
     def init(self, *, scale: Scalar = None) -> HeadroomState:
-        """Start at `init_scale`, or at `scale` within the bounds.
-
-        The start is rounded down to a power of two.
-        """
+        """Start at `init_scale` or `scale`, bounded and rounded to a power of two."""
         start = self.init_scale if scale is None else scale
         start = bounded(start, self.min_scale, self.max_scale, "float32")
         ops = ops_of(start)
@@ -193,10 +190,11 @@ class Headroom:
             margin=2 * UNIT,
             free=0.0,
             overflows=0.0,
-            ceiling=self.constants.highest,
+            ceiling=self.constants.highest + 1.0,
             patience=1.0,
             waited=0.0,
-            hold=LEAST * UNIT,
+            hold=LEAST,
+            mark=UNSET,
         )
 
     def applies(self, seen: Seen) -> Scalar:
@@ -232,14 +230,16 @@ class Headroom:
         overflows = where(finite, 0.0, state.overflows + 1.0)
         measured = finite & (amax > -WILD) & (amax < WILD)
         zero = finite & (amax < -WILD)
-        # Only the first overflow in a row counts: the others may be NaN from the
-        # forward pass, which says nothing about the gradients.
+        # Only the first overflow in a row counts: others may be NaN of the forward.
         known = state.envelope > UNSET
         first = known & (overflows == 1.0)
         size = ops.cast(where(measured, amax, 0.0), "float32")
         size = ops.floor(size * UNIT) - used * UNIT
         news, last, loss_level, level = self._levels(state, size, ops)
-        margin, free = self._learn(state.margin, news, last, level, ops), state.free
+        # An overflow at the ceiling does not teach the margin either.
+        failed, hit = state.overflows > 0.0, state.patience > 1.0
+        last, free = where(failed & hit, level, last), state.free
+        margin = self._learn(state.margin, news, last, level, ops)
         if seen.underflow is not None:
             spare = limit - used * UNIT - level
             margin, free = self._price(margin, free, spare, seen.underflow, ops)
@@ -251,12 +251,12 @@ class Headroom:
         top = level + where(margin > free, margin, free)
         top = where(measured & (news + SAFETY > top), news + SAFETY, top)
         k = ops.floor((limit - top) / UNIT)
-        up = where(used + RETREAT < BLIND, used + RETREAT, BLIND)
-        up = where(used < up, up, used)
-        k = where(known | measured, k, up)
-        explained = measured & known & (state.overflows > 0.0)
-        explained = explained & (size > state.last - 2.0 * BEYOND)
-        k, *ceiling = self._ceiling(state, used, k, finite, overflows, explained, ops)
+        blind = where(used < BLIND - RETREAT, used + RETREAT, BLIND)
+        k = where(known | measured, k, where(used < BLIND, blind, used))
+        explained = measured & known & (state.overflows > where(hit, 1.0, 0.0))
+        explained = explained & (k * UNIT < limit + BEYOND - state.last)
+        cause = where(explained & (size > state.last - 2.0 * BEYOND), size, UNSET)
+        k, *ceiling = self._ceiling(state, used, k, finite, overflows, cause, ops)
         beyond = where(first, limit - used * UNIT + BEYOND, state.last)
         return HeadroomState(
             ops.exp2(k),
@@ -279,40 +279,38 @@ class Headroom:
         k: Scalar,
         finite: Scalar,
         overflows: Scalar,
-        explained: Scalar,
+        cause: Scalar,  # the gradient that explains the last overflow, or UNSET
         ops: Ops,
-    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar]:
-        """Return the planned exponent and the four fields of the ceiling."""
-        where, floor, hold = ops.where, ops.floor, state.hold
+    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]:
+        """Return the planned exponent and the fields of the ceiling."""
+        where, floor, explained = ops.where, ops.floor, cause > UNSET
         at = used >= state.ceiling
-        first = overflows == 1.0
-        hit = first & at
+        hit = at & (overflows == 1.0)
         # How long a ceiling holds.
-        growth = where(hit | explained, RECUR, 1.0)
-        fallen = hold - floor(hold / FORGET)
-        longer = where(finite & (used < state.ceiling), fallen, hold) * growth
-        longer = where(longer < MOST * UNIT, longer, MOST * UNIT)
-        longer = where(longer > LEAST * UNIT, longer, LEAST * UNIT)
+        again = explained & (cause < state.mark + NEAR) & (cause > state.mark - NEAR)
+        hold = where(explained, where(again, state.hold, LEAST), state.hold)
+        longer = hold * where(again, RECUR, 1.0)
+        longer = where(hit | (longer > MOST), MOST, longer)
         # Finite steps at the ceiling raise it.
-        waited = where(finite & at, state.waited + 1.0, state.waited)
+        waited = where(finite, state.waited + where(at, 1.0, 0.0), 0.0)
         rises = finite & at & (waited >= state.patience)
         patience = where(rises, floor(state.patience / HASTE), state.patience)
-        patience = where(explained, floor(hold / UNIT), patience)
-        ceiling = state.ceiling + where(rises, 1.0, 0.0)
-        ceiling = where(explained & (k < ceiling), k, ceiling)
+        ceiling = where(explained, k, state.ceiling + where(rises, 1.0, 0.0))
         # An overflow lowers it: far to search from there, little where it was right.
-        missed = state.patience >= floor(hold / UNIT)
+        missed = state.patience >= hold
         back = RETREAT * ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
         back = where(hit, where(missed, MISSED, HIT), back)
-        ceiling = self._bound(where(finite, ceiling, used - back), ops)
-        patience = where(finite, patience, where(hit, floor(longer / UNIT), 1.0))
-        k = self._bound(where(finite & (k < ceiling), k, ceiling), ops)
+        ceiling = where(finite, ceiling, self._bound(used - back, ops))
+        row = where(overflows > 1.0, floor(patience / 2.0), 1.0)
+        patience = where(finite, patience, row)
+        patience = where(hit | explained, longer, patience)
         return (
-            k,
+            self._bound(where(finite & (k < ceiling), k, ceiling), ops),
             ceiling,
             where(patience > 1.0, patience, 1.0),
-            where(rises | explained, 0.0, where(finite, waited, 0.0)),
+            where(rises | explained, 0.0, waited),
             longer,
+            where(explained, cause, state.mark),
         )
 
     def _levels(

@@ -46,9 +46,10 @@ def import_state(
 ) -> Imported:
     """Read a saved state of torch, apex, DeepSpeed, Megatron, Keras, flax or Paddle.
 
-    The source is recognised by its keys, or named.  Objects (DeepSpeed pickles its
-    scaler) are read by their attributes.  `parameters` are the peer's own, for what it
-    does not save; `loss_id` picks one of apex's scalers.
+    The source is recognised by the keys of the state, or given as `source`.  Objects
+    (DeepSpeed pickles its scaler) are read by their attributes.  `parameters` are
+    settings of that library that its state does not contain; `loss_id` selects one of
+    apex's scalers.
 
     Example:
         >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
@@ -66,9 +67,9 @@ def import_state(
     missing, unknown = row.needs - set(values), set(values) - row.needs - row.knows
     if missing or unknown:
         message = (
-            f"This is not a {name} state that we know: missing "
+            f"This is not a known {name} state: missing "
             f"{sorted(missing) or 'nothing'}, unknown {sorted(unknown) or 'nothing'}. "
-            "It may be of another version; load it with that library and pass its "
+            "It may come from another version; load it with that library and pass its "
             "numbers to the preset by hand."
         )
         raise StateVersionError(message)
@@ -141,8 +142,8 @@ def _recognise(values: Saved) -> str:
     if len(fits) == 1:
         return fits[0]
     message = (
-        f"Cannot tell whose state this is from its keys {sorted(values)}. "
-        f"Name the source: one of {', '.join(SOURCES)}."
+        f"Cannot tell which library saved this state, from its keys {sorted(values)}. "
+        f"Pass `source=`, one of {', '.join(SOURCES)}."
     )
     raise StateVersionError(message)
 
@@ -164,9 +165,9 @@ def _resumed(source: str, policy: Policy, scale: Any, **counters: Any) -> Import
     scale = float(scale)
     if not (isfinite(scale) and scale > 0.0):
         message = (
-            f"The saved {source} scale is {scale!r}: it had collapsed or overflown, "
-            "and there is nothing to go on from. Start with a fresh policy, and check "
-            "the saved weights for NaN."
+            f"The saved {source} scale is {scale!r}: it had fallen to 0 or overflowed, "
+            "so a run cannot continue from it. Start with a new policy, and check the "
+            "saved weights for NaN."
         )
         raise StateVersionError(message)
     state = policy.init()
@@ -215,9 +216,7 @@ def _deepspeed(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
     given = {name: saved[name] for name in names if name in saved} | parameters
     if saved["scale_factor"] != 2:
         message = f"its scale factor is 2, not {saved['scale_factor']!r}."
-        raise StateVersionError(
-            f"This is not a DeepSpeed state that we know: {message}"
-        )
+        raise StateVersionError(f"This is not a known DeepSpeed state: {message}")
     if "cur_hysteresis" not in saved:
         given.setdefault("optimizer", "FP16_Optimizer")
     policy = make_policy("deepspeed", **given)

@@ -49,7 +49,7 @@ class _Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
-    """Keep an overflow `deviations` standard deviations away.
+    """Set the scale so that an overflow is `deviations` standard deviations away.
 
     The rule, with a = log2 of the largest unscaled gradient of this step::
 
@@ -58,7 +58,8 @@ class LogNormal:
         scale = 2^(max_log2 - mu - deviations * sigma), within the bounds
         overflow: a = overflow_log2, or what it implies: max_log2 + 1 - log2(scale)
 
-    Every operation is rounded to float32, by way of float64: JAX must have x64 on.
+    Every operation is computed in float64 and rounded to float32: JAX needs
+    `jax_enable_x64`.
 
     Example:
         >>> policy = LogNormal(deviations=0.0)

@@ -24,7 +24,7 @@ class State(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """The frozen configuration and the pure rule that moves the scale.
+    """A policy: frozen settings, and a pure rule that sets the scale.
 
     `wants` names what the rule reads beyond `finite`: "amax_log2", "underflow" or
     "loss"; front ends measure only that.  `precision` is the dtype of the state's

@@ -62,9 +62,9 @@ class Listed:
 
 
 def policy(name: str | Policy, /, **parameters: Any) -> Policy:
-    """Return a policy by name; presets take their peer's own parameter names.
+    """Return a policy by name; presets take the parameter names of the original.
 
-    A policy object is returned unchanged, so that every `policy=` argument takes both.
+    A policy object is returned unchanged, so every `policy=` argument accepts both.
 
     Example:
         >>> policy("deepspeed", scale_window=500, delayed_shift=4).init().scale

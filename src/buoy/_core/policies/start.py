@@ -67,8 +67,8 @@ def started(policy: Policy, scale: Scalar) -> Any:
     name = type(policy).__name__
     if ops_of(scale) is not PLAIN:
         message = (
-            f"{name} cannot start at a scale that only the device knows: its `init` "
-            "takes no keyword `scale`. Add it, or set the scale from a plain number."
+            f"{name} cannot start at a scale that is on a device: its `init` takes no "
+            "keyword `scale`. Add it, or set the scale from a plain number."
         )
         raise PolicyError(message)
     try:

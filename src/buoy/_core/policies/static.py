@@ -82,7 +82,7 @@ class Static(_Still):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoScaling(_Still):
-    """Scale by 1: for BF16 and FP32, so that a training loop needs no `if`.
+    """Keep the scale at 1: for BF16 and FP32, so that a training loop needs no `if`.
 
     Non-finite steps are still skipped.
 

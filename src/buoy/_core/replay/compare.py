@@ -6,7 +6,7 @@ of a skipped step or of underflow on the rest of the run is not included.
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from buoy._core.ops import PLAIN
@@ -16,7 +16,7 @@ from buoy._core.replay.oracle import Best
 from buoy._core.replay.trace import Histogram, Trace, is_trace
 from buoy._core.replay.walk import Walk, walk
 
-__all__ = ["Replayed", "oracle", "replay"]
+__all__ = ["Replayed", "oracle", "replay", "replay_with_oracle"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -27,10 +27,11 @@ class Replayed:
         >>> replay(Trace(amax_log2=(-2.0, 3.0, -2.0)), ["torch"])
         (Replayed('torch', skipped=1 of 3, mean_scale=2^15.7, regret=2.33),)
 
-    Regret is in binades (factors of two), a mean over the steps: how far the scale was
-    below the largest power of two that would not have overflowed (`too_low`), or above
-    it (`too_high`, which costs the step).  Steps without a best scale are left out of
-    it: all gradients 0, or non-finite at any scale.
+    `too_low` and `too_high` say how far the scale was below and above the best scale,
+    in binades (factors of two), as a mean over the steps; regret is their sum.  The
+    best scale is the largest power of two that does not overflow; a scale above it
+    costs the step.  Steps without a best scale are left out: all gradients are 0, or
+    non-finite at any scale.
     """
 
     name: str
@@ -86,7 +87,7 @@ def replay(
 ) -> tuple[Replayed, ...]:
     """Run each policy over the trace, in the order given.
 
-    A policy is an object or a name; a mapping gives the results names of your own.
+    Each policy is an object or a name.  Pass a mapping to name the results yourself.
 
     Example:
         >>> from buoy import Static
@@ -103,18 +104,42 @@ def replay(
     )
 
 
+def replay_with_oracle(
+    trace: Trace,
+    policies: Mapping[str, str | Policy] | Iterable[str | Policy],
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Replayed, ...]:
+    """Do both, `replay` and `oracle`, in less time; the oracle comes last.
+
+    `progress` is called with what begins.
+    """
+    judge = _Judge(is_trace(trace))
+    results = []
+    for name, chosen in _named(policies):
+        if progress is not None:
+            progress(f"Replaying {name}")
+        results.append(judge.judged(name, chosen, walk(chosen, trace)))
+    if progress is not None:
+        progress("Replaying the oracle")
+    return *results, _oracle(judge)
+
+
 def oracle(trace: Trace) -> Replayed:
     """Evaluate the best scale of every step: the largest power of two that fits.
 
-    No policy can skip less, or underflow less without skipping; the rest of the loss is
-    due to the format.
+    No policy can skip less, or underflow less without skipping.  What the oracle loses
+    is due to the format.
 
     Example:
         >>> best = oracle(Trace(amax_log2=(-2.0, 3.0, -2.0)))
         >>> [exponent for _, _, exponent in best.scales()]
         [17.0, 12.0, 17.0]
     """
-    judge = _Judge(is_trace(trace))
+    return _oracle(_Judge(is_trace(trace)))
+
+
+def _oracle(judge: "_Judge") -> Replayed:
+    trace = judge.trace
     starts, exponents, lost = array("q"), array("d"), array("q")
     fits = judge.best.exponents
     best = next((best for best in fits if best is not None), 0)

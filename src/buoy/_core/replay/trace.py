@@ -29,9 +29,9 @@ FP16_ZERO_LOG2 = -25.0  # half the smallest subnormal: what is below rounds to z
 class Histogram:
     """The number of nonzero gradients between powers of two, from step `start` on.
 
-    `counts[i]` is of the magnitudes from 2^(low+i) up to 2^(low+i+1).  Within a bin
-    they are assumed to be uniform in log2: exact for scales that are powers of two, as
-    in nearly every policy, and smooth for others.
+    `counts[i]` counts magnitudes from 2^(low+i) up to 2^(low+i+1).  Within a bin they
+    are assumed to be uniform in log2.  This is exact for scales that are powers of two,
+    as in nearly every policy.
 
     Example:
         >>> half = Histogram(start=0, low=-30, counts=(1, 1))
@@ -79,8 +79,8 @@ class Histogram:
 class Trace:
     """A recorded or synthetic run, one entry per step.
 
-    A step overflows at scale S where `amax_log2` + log2(S) is above `max_log2`; with
-    `amax_log2` of inf or NaN it does so at any scale.  A scaled gradient below
+    A step overflows at scale S if `amax_log2` + log2(S) is above `max_log2`; if
+    `amax_log2` is inf or NaN, it overflows at any scale.  A scaled gradient below
     2^`zero_log2` becomes 0.
 
     Example:
@@ -182,8 +182,9 @@ def _floats(values: Iterable[float], field_name: str) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError) as error:
         message = f"`{field_name}` must hold one number per step: {error}."
         raise TraceError(message) from error
-    for number in numbers:
-        if _WILD < abs(number) < math.inf:
+    finite = list(filter(math.isfinite, numbers))
+    for number in (min(finite, default=0.0), max(finite, default=0.0)):
+        if abs(number) > _WILD:
             message = (
                 f"`{field_name}` holds logarithms to base 2, within +-{_WILD:g} or "
                 f"infinite, got {number!r}."
@@ -203,6 +204,6 @@ def is_trace(value: object) -> "Trace":
         return value
     message = (
         f"A `Trace` is needed, got {value!r}. Read a file with `buoy.trace.read(path)` "
-        "or invent one with `buoy.trace.synthetic(kind)`."
+        "or generate one with `buoy.trace.synthetic(kind)`."
     )
     raise TraceError(message)

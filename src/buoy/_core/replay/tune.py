@@ -89,8 +89,8 @@ def tune(
 ) -> Tuned:
     """Find the best static scale, and the best settings of each policy named.
 
-    A policy is a name, a name with settings that stay, or an object.  `tries` says
-    which values of which parameters to try, in place of the usual ones.
+    A policy is a name, a name with fixed settings, or an object.  `tries` says which
+    values of which parameters to try, instead of the usual ones.
 
     Example:
         >>> steady = Trace(amax_log2=(-3.0, -2.0, -4.0, -2.5) * 100)

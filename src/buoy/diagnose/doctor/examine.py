@@ -17,8 +17,8 @@ class Doctor:
     """Watch the training inside a `with` block; then `findings` says what is wrong.
 
     Args:
-        force_skip: make one step overflow if none has by then, to see whether
-            schedulers wait; see `examine`.
+        force_skip: make the tenth step overflow if none was skipped by then, to see
+            whether schedulers wait; see `examine`.
 
     Example:
         >>> import torch, buoy.torch
@@ -81,13 +81,13 @@ def examine(
     steps: int = 50,
     force_skip: bool = False,
 ) -> Examined:
-    """Run an unedited script for some steps, and report what is wrong.
+    """Run a script for some steps, without changes, and report what is wrong.
 
     Args:
         target: the script's file, or with `module` a module's name, as for `python -m`.
         args: the script's own arguments.
         module: whether `target` is a module.
-        steps: the number of steps after which it is ended.
+        steps: the number of steps after which the script is stopped.
         force_skip: make the tenth step of an optimizer that has a scheduler overflow,
             if none was skipped by then, to see whether the scheduler waits.
 

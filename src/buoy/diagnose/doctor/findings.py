@@ -17,10 +17,10 @@ class Finding:
     """One mistake: what, where, why it matters, what to do.
 
     Example:
-        >>> print(Finding("x", "The sky falls.", "sky.py:3", "It hurts.", "Duck."))
-        The sky falls. (sky.py:3)
-        It hurts.
-        -> Duck.
+        >>> print(Finding("x", "No step is taken.", "t.py:3", "No learning.", "Step."))
+        No step is taken. (t.py:3)
+        No learning.
+        -> Step.
     """
 
     code: str
@@ -60,11 +60,11 @@ def _forward_nonfinite(facts: Facts) -> Finding | None:
         f"{facts.nonfinite_losses} of {facts.losses} losses were inf or NaN before "
         "they were scaled.",
         facts.nonfinite_at,
-        "No scale can help: every such step is skipped, and the scale falls in "
-        "each." + (first if module else ""),
-        "Look at inputs and labels, at logarithms and divisions by 0, and keep what "
-        "overflows in FP32. `buoy.diagnose.first_nonfinite(model, step_fn)` shows "
-        "by how much.",
+        "No scale can help: every such step is skipped and lowers the "
+        "scale." + (first if module else ""),
+        "Check inputs and labels, logarithms and divisions by 0, and keep what "
+        "overflows in FP32. `buoy.diagnose.first_nonfinite(model, step_fn)` shows by "
+        "how much.",
     )
 
 
@@ -106,8 +106,8 @@ def _clipped_scaled(facts: Facts) -> Finding | None:
         "Gradients are clipped while they are still multiplied by the scale, "
         f"{facts.clipped_scaled} times.",
         facts.clipped_at,
-        "The threshold applies to gradients that are larger by the scale, "
-        f"{facts.clipped_scale:g} times here: steps shrink by up to that factor.",
+        f"The threshold is applied to gradients that are {facts.clipped_scale:g} times "
+        "too large: steps shrink by up to that factor.",
         "Call `scaler.unscale_(optimizer)` before clipping, or use Buoy's "
         "`scaler.clip_grad_norm_(optimizer, max_norm)`.",
     )
@@ -120,7 +120,7 @@ def _fp16_unscaled(facts: Facts) -> Finding | None:
         "fp16_unscaled",
         f"{facts.plain_losses['float16']} losses were computed in FP16 and not scaled.",
         facts.backward_at,
-        "Gradients below 6e-8 become 0 on their way back, and parts of the model "
+        "Gradients below 6e-8 become 0 in the backward pass, and parts of the model "
         "silently stop learning.",
         "Use a scaler (`buoy.torch.GradScaler`), enabled, around backward and step; "
         "or torch.bfloat16, which needs none.",
@@ -163,11 +163,12 @@ def _recreated(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "recreated",
-        f"A new scaler is made for every step: {len(used)} so far.",
+        f"A new scaler is created for every step: {len(used)} so far.",
         used[-1].made_at,
-        "Each starts at its first scale again: what was learnt from overflows is "
-        "forgotten, and every step may overflow.",
-        "Make one scaler before the loop, and save its `state_dict()` with the model.",
+        "Each starts at its initial scale again and ignores earlier overflows, so "
+        "every step may overflow.",
+        "Create one scaler before the loop, and save its `state_dict()` with the "
+        "model.",
     )
 
 
@@ -181,10 +182,11 @@ def _unheld(facts: Facts) -> Finding | None:
         f"{len(facts.unheld)} parameters get gradients and are in no optimizer: "
         f"{shown}{more}.",
         "",
-        "They are never trained and never cleared: their gradients cost time and "
+        "They are never trained and never cleared: their gradients take time and "
         "memory, and grow.",
-        "Give them to an optimizer, or freeze them with `requires_grad_(False)`. If "
-        "the model was moved or wrapped after the optimizer was built, build it after.",
+        "Pass them to an optimizer, or freeze them with `requires_grad_(False)`. If "
+        "the model was moved or wrapped after the optimizer was built, build the "
+        "optimizer last.",
     )
 
 
@@ -204,10 +206,9 @@ def _floor(facts: Facts) -> Finding | None:
                 f"{scaler.skipped_row} steps were skipped.",
                 scaler.step_at,
                 "At this scale nothing overflows because of scaling: gradients are inf "
-                "or NaN for another reason, and nothing is learnt.",
-                "Look for what makes them so (`buoy.diagnose.first_nonfinite(model, "
-                "step_fn)` names the module); if weights are NaN, go back to a "
-                "checkpoint.",
+                "or NaN for another reason, and nothing is learned.",
+                "Find the cause (`buoy.diagnose.first_nonfinite(model, step_fn)` names "
+                "the module); if weights are NaN, go back to a checkpoint.",
             )
     return None
 
@@ -225,10 +226,10 @@ def _underflow(facts: Facts) -> Finding | None:
         "underflow",
         f"Gradients underflow to 0 in {len(bad)} parameters: {shown}.",
         "",
-        "What is too small for FP16 at this scale is lost, and these layers learn "
-        "from what is left.",
+        "Gradients that are too small for FP16 at this scale are lost, and these "
+        "layers learn only from the others.",
         'Use a larger scale: a higher `init_scale`, or `policy="headroom"`, which '
-        "finds it. `scaler.measure_underflow(step_fn)` measures the loss exactly.",
+        "finds it. `scaler.measure_underflow(step_fn)` measures exactly what is lost.",
     )
 
 
@@ -243,8 +244,9 @@ def _scheduler(facts: Facts) -> Finding | None:
                 scheduler.call_at,
                 "The learning rate runs ahead of training; warm-up may be over before "
                 "the first update.",
-                "With Buoy: `scaler.gate(scheduler)`, or `if scaler.last_step.applied`."
-                " Else compare `scaler.get_scale()` before and after `update()`.",
+                "With Buoy: `scaler.gate(scheduler)`, or `if "
+                "scaler.last_step.applied`. Otherwise compare `scaler.get_scale()` "
+                "before and after `update()`.",
             )
     return None
 
@@ -256,8 +258,8 @@ def _bf16_scaled(facts: Facts) -> Finding | None:
         "bf16_scaled",
         "The loss is computed in BF16 and scaled.",
         facts.scaled_at,
-        "BF16 has the range of FP32, nothing underflows; scaling costs time and skips "
-        "steps without need.",
+        "BF16 has the range of FP32, so nothing underflows; scaling costs time and "
+        "skips steps without need.",
         "Leave the scaler out: `GradScaler(enabled=False)`.",
     )
 
@@ -269,7 +271,7 @@ def _no_fp16(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "no_fp16",
-        "The loss is scaled and nothing of it is computed in FP16.",
+        "The loss is scaled, but nothing is computed in FP16.",
         facts.scaled_at,
         "Scaling protects nothing here. Probably `torch.autocast` is missing, or is "
         "for another device than the model's.",

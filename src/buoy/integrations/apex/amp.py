@@ -271,7 +271,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         ours["scale"] = float(one["loss_scale"])
         ours["_growth_tracker"] = int(one["unskipped"])
         with warnings.catch_warnings():  # apex saves nothing but these two
-            warnings.filterwarnings("ignore", "The loaded state is of policy")
+            warnings.filterwarnings("ignore", "The loaded state is from policy")
             scaler.load_state_dict(ours)
 
 

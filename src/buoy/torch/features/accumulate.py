@@ -189,9 +189,7 @@ def accumulate(scaler: Any, n: int, optimizers: tuple[Any, ...]) -> "Window":
         >>> scaler.update()
     """
     if type(n) is not int or n < 1:
-        raise CallOrderError(
-            f"A window has a number of micro-batches, at least 1; got {n!r}."
-        )
+        raise CallOrderError(f"A window needs at least 1 micro-batch, got {n!r}.")
     if not optimizers and scaler._enabled:
         optimizers = tuple(scaler._hooks.find("hints").optimizers())
         if not optimizers:
@@ -265,8 +263,8 @@ class Window(Extension):
             raise CallOrderError(_BY_HAND)
         if self._count >= self._most:
             raise CallOrderError(
-                f"A window of {self._most} micro-batches takes no further loss: add up "
-                "the losses of one micro-batch, or open a window per step."
+                f"This window already has its {self._most} micro-batches: add up the "
+                "losses of one micro-batch, or open a window per step."
             )
         scaler.scale(loss).backward(retain_graph=retain_graph)
         self._take_in()
@@ -328,7 +326,7 @@ class Window(Extension):
             work = scaler._work(optimizer, "backward")
             work["stage"] = OptState.UNSCALED  # see `before_look`
             before, work.amax, work.measured = work.amax, None, {}
-            scaler._unscale(work)
+            scaler._unscale(work, scaler._rule.now())
             scaler._surveyor.settle(work)
             work["stage"] = OptState.READY
             if before is not None and work.amax is not None:
@@ -363,13 +361,13 @@ class Window(Extension):
 
 
 _NO_OPTIMIZER = (
-    "`accumulate` does not know whose gradients to keep apart: this scaler has stepped "
-    "no optimizer yet. Write `scaler.accumulate(n, optimizer)`."
+    "`accumulate` needs the optimizer whose gradients it keeps apart: this scaler has "
+    "not stepped one yet. Write `scaler.accumulate(n, optimizer)`."
 )
 _TOO_EARLY = (
-    "A window was opened while another one is open already, or while gradients are "
-    "unscaled or stepped that no `update` has ended: it would clear them. Leave the "
-    "other's `with` block, or call `scaler.update()`, before the next window."
+    "A window was opened while another one is open, or after `unscale_` or `step` and "
+    "before `update`: it would clear gradients in use. Leave the other `with` block, "
+    "or call `scaler.update()`, before the next window."
 )
 _CLOSED = (
     "`window.backward(loss)` was called outside its `with scaler.accumulate(...)` "
@@ -377,16 +375,16 @@ _CLOSED = (
 )
 _NO_SYNC = (
     "`window.backward` was called inside `no_sync()`. A window keeps the gradients of "
-    "each micro-batch apart, so they would never be shared between ranks. Leave "
-    "`no_sync()` out, or do without the window."
+    "each micro-batch apart, so they would never be averaged over ranks. Remove "
+    "`no_sync()`, or do not use a window."
 )
 _BY_HAND = (
-    "Gradients were found inside a window of micro-batches that it did not compute: "
-    "they are not checked and not part of the sum. Write `window.backward(loss)` "
-    "instead of `scaler.scale(loss).backward()`."
+    "A window of micro-batches found gradients that it did not compute: they are not "
+    "checked and not part of the sum. Write `window.backward(loss)` instead of "
+    "`scaler.scale(loss).backward()`."
 )
 _OPEN = (
     "`step`, `update`, `unscale_` or clipping was called inside a window of "
-    "micro-batches, whose gradients are still kept apart. Leave the "
-    "`with scaler.accumulate(...)` block first."
+    "micro-batches, before it has summed their gradients. Leave the `with "
+    "scaler.accumulate(...)` block first."
 )

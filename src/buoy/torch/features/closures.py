@@ -191,14 +191,14 @@ def _observe(optimizer: Any, closure: Closure) -> tuple[Any, bool]:
 # -- refusals --------------------------------------------------------------------------
 
 _NEEDS_HOST = (
-    "Neither `sync='never'` nor torch.compile works with a closure: whether an "
-    "evaluation overflowed decides whether the optimizer continues. Use a scaler with "
+    "A closure works neither with `sync='never'` nor in torch.compile: an optimizer "
+    "continues only if the evaluation did not overflow. Use a scaler with "
     "`sync='auto'`, outside of compiled functions."
 )
 _SPIKES = (
-    "`spike_guard` does not work with a closure: the norms at points where the "
-    "optimizer only looks show nothing about the batch. Use a scaler without "
-    "`spike_guard` for this optimizer."
+    "`spike_guard` does not work with a closure: the optimizer also evaluates points "
+    "that it does not step to, and their norms say nothing about the batch. Use a "
+    "scaler without `spike_guard` for this optimizer."
 )
 _NOT_SCALED = (
     "The closure called `backward()` on a loss that was not scaled: its gradients may "
@@ -211,9 +211,8 @@ _RETURNS_SCALED = (
     "`scaler.scale(loss).backward(); return loss`. Nothing was changed."
 )
 _NO_LOSS = (
-    " and called no `backward()`, so there is nothing to step by. Let it return the "
-    "loss as a tensor with its graph: not `loss.item()`, not detached. Nothing was "
-    "changed."
+    " and did not call `backward()`, so there are no gradients. Let it return the loss "
+    "as a tensor with its graph: not `loss.item()`, not detached. Nothing was changed."
 )
 _UPDATES = (
     "The closure called `scaler.update()` or `scaler.step()`: the scale must stay as "
@@ -221,7 +220,7 @@ _UPDATES = (
     "`scaler.step(optimizer, closure)`. Nothing was changed."
 )
 _NOT_CALLED = (
-    " stepped without calling the closure, so by gradients that nothing has checked; "
-    "the step was undone. Compute them before it: `scaler.scale(loss).backward()`, "
-    "then `scaler.step(optimizer)`."
+    " stepped without calling the closure, with gradients that were not checked; the "
+    "step was undone. Compute them first: `scaler.scale(loss).backward()`, then "
+    "`scaler.step(optimizer)`."
 )

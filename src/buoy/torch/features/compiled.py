@@ -20,7 +20,7 @@ from buoy.torch.iteration import Work, merged
 from buoy.torch.optimizers import step_or_restore
 from buoy.torch.policy_state import Evidence
 
-__all__ = ["clip", "report", "scale", "step", "update"]
+__all__ = ["clip", "clipped_only", "report", "scale", "step", "update"]
 
 # Use empty tuples, not None: torch 2.13 confuses a None with a gradient that the same
 # graph has set to None.
@@ -72,8 +72,8 @@ def clip(
     _refuse(scaler, optimizer)
     if error:
         raise DeviceModeError(
-            "`error_if_nonfinite=True` has to read the norm, and a compiled step reads "
-            "nothing. Leave it out: a step that overflows is skipped."
+            "`error_if_nonfinite=True` must read the norm, which a compiled step "
+            "cannot do. Leave it out: a step that overflows is skipped."
         )
     seen = _look(scaler._rule, optimizer, gather(optimizer), order)
     norm: torch.Tensor = seen.norm
@@ -196,24 +196,33 @@ def _refuse(scaler: Any, optimizer: Any) -> None:
     )
     what = ""
     if scaler._agreement.active:
-        what = "a step that other ranks take part in: its outcome would not be theirs"
+        what = "a step of several ranks: they could not agree on its outcome"
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
         what = f"into fused {kind}. Build it with `fused=False`: the compiler fuses it"
     elif getattr(optimizer, "_buoy_masters", None) is not None:
         what = "a step with master weights, which replace the parameters in it"
     elif not plain and not optimizer.state:
         what = (
-            f"the first step of {kind}, which makes its state and could not be undone. "
-            "Take one step without torch.compile first"
+            f"the first step of {kind}, which creates its state and could not be "
+            "undone. Take one step without torch.compile first"
         )
     elif len(scaler._per_optimizer_states):
         what = (
-            "half of a step: after `unscale_` or clipping outside of the compiled "
-            "function the gradients would be divided by the scale twice"
+            "a part of a step: after `unscale_` or clipping outside of the compiled "
+            "function, the gradients would be divided by the scale twice"
         )
     if what:
-        raise DeviceModeError(
-            f"torch.compile does not trace {what}. Or leave all of `unscale_`, "
-            "`clip_grad_norm_`, `step` and `update` out of the compiled function; the "
-            "model may stay in it."
-        )
+        raise _untraced(what)
+
+
+def _untraced(what: str) -> DeviceModeError:
+    return DeviceModeError(
+        f"torch.compile does not trace {what}. Or leave all of `unscale_`, "
+        "`clip_grad_norm_`, `step` and `update` out of the compiled function; the "
+        "model may stay in it."
+    )
+
+
+def clipped_only() -> DeviceModeError:
+    """Return the error for a step outside of the graph that has clipped."""
+    return _untraced("a part of a step: this one would ignore the graph's clipping")

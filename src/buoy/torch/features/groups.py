@@ -50,8 +50,8 @@ def group(scaler: Any, name: str, options: dict[str, Any]) -> Any:
     """
     if scaler._hooks.find("group") is not None:
         raise OptionError(
-            "A scale group cannot have scale groups: one `update` moves them all. Call "
-            f"`scaler.group({name!r})` on the scaler itself."
+            "A scale group cannot have scale groups: one `update` updates all scales. "
+            f"Call `scaler.group({name!r})` on the scaler itself."
         )
     groups = scaler._hooks.find("groups")
     made = None if groups is None else groups.members.get(name)
@@ -74,7 +74,7 @@ def _own_options(options: Options, name: str, changed: dict[str, Any]) -> Option
     if wrong:
         raise OptionError(
             f"Scale group {name!r} cannot have its own {', '.join(wrong)}: it belongs "
-            f"to the whole scaler. A scale group may differ in {', '.join(_OWN)}."
+            f"to the whole scaler. A group may have its own {', '.join(_OWN)}."
         )
     if "policy" in changed:  # the other numbers are those of the scaler's own rule
         changed = {**TORCH_DEFAULTS, "min_scale": None, "max_scale": None, **changed}
@@ -222,7 +222,7 @@ class Member(_GroupBase):
     def before_update(self, scaler: Any) -> None:  # noqa: ARG002
         """Raise: only the parent's `update` may be called."""
         raise OptionError(
-            f"`update` was called on scale group {self.name!r}, but one call moves all "
+            f"`update` was called on scale group {self.name!r}, but it updates all "
             "scales. Call `scaler.update()` once, after every optimizer has stepped."
         )
 

@@ -136,8 +136,8 @@ class Hints(Extension):
             )
         return (
             "The loss depends on parameters, but the optimizer holds none of them: it "
-            "is of another model, or the model was moved, wrapped or re-created after "
-            "it was built. Build the optimizer from the model as it is now."
+            "belongs to another model, or the model was moved, wrapped or re-created "
+            "after it was built. Build the optimizer from the model as it is now."
         )
 
 
@@ -156,9 +156,9 @@ _OTHER_MODEL = (
     "old parameters. Build the optimizer from the model as it is now."
 )
 _CLIPPED = (
-    "Gradients were changed between `backward()` and `step`, while they were still "
-    "multiplied by the scale ({:g}): it looks as if they were clipped, to a threshold "
-    "that much too low. Use `scaler.clip_grad_norm_(optimizer, max_norm)`, or call "
+    "Gradients changed between `backward()` and `step`, while they were still "
+    "multiplied by the scale. It looks as if they were clipped, with a threshold that "
+    "is {:g} times too low. Use `scaler.clip_grad_norm_(optimizer, max_norm)`, or call "
     "`scaler.unscale_(optimizer)` before clipping by hand."
 )
 
@@ -239,9 +239,9 @@ def _refuse_changed(held: list[tuple[torch.Tensor, torch.Tensor]], names: Any) -
 
 def _in_backward(names: tuple[str, ...], *, restored: bool = False) -> CallOrderError:
     shown = ", ".join(f"`{name}`" for name in names[:3]) or "a parameter"
-    seen = f"{shown} has a post-accumulate-grad hook that calls one"
+    seen = f"{shown} has a post-accumulate-grad hook that updates it"
     if restored:
-        seen = f"a hook changed {shown}. The weights were put back, other state was not"
+        seen = f"a hook changed {shown}. The weights were restored, other state was not"
     return CallOrderError(
         f"An optimizer steps inside the backward pass: {seen}. It sees gradients "
         "multiplied by the scale, and an overflow found later in the same pass would "

@@ -102,7 +102,7 @@ def _unscale_part(member: Any, total: Work) -> None:
     """Check and unscale one scale group's gradients; combine the flags."""
     work = member._work(total.optimizer, "backward")
     home, earlier = member._rule.now().device, work["found_inf_per_device"]
-    member._unscale(work)
+    member._unscale(work, member._rule.now())
     member._surveyor.settle(work)
     found: Flags = work["found_inf_per_device"]
     learnt = found if work.policy_flags is None else work.policy_flags
@@ -182,7 +182,7 @@ class Joint(Extension):
         """Skip after an earlier failure; copy the optimizer's weights and state."""
         if work["stage"] is OptState.READY:
             if is_foreign(scaler._unscale_grads_) or not unscales(work.optimizer):
-                scaler._unscale_in_step(work)
+                scaler._unscale_in_step(work, scaler._rule.now())
             elif work.multiplier is None and work.survey is None:
                 scaler._check_inf_per_device(work.optimizer)
         scaler._surveyor.settle(work)

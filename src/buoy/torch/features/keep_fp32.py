@@ -85,7 +85,7 @@ def keep_fp32(
     found = _matching(dict(model.named_modules()), names)
     if not found:
         raise OptionError(
-            "No module was named. Pass names as in `model.named_modules()`."
+            "No module was given. Pass names as in `model.named_modules()`."
         )
     return KeptFp32(found)
 

@@ -123,9 +123,10 @@ class LocalScales(Extension):
         saved, names = state["names"], self.names
         if tuple(saved) != names:
             raise OptionError(
-                f"The loaded state is of {len(saved)} other blocks ({saved[:3]!r:.60}; "
-                f"these are {len(names)}: {names[:3]!r:.60}). Load it for the same "
-                "blocks, or start without: the scales are found in a few steps."
+                f"The loaded state is for {len(saved)} other blocks "
+                f"({saved[:3]!r:.60}; these are {len(names)}: {names[:3]!r:.60}). Load "
+                "it for the same blocks, or start without: the scales are found in a "
+                "few steps."
             )
         self._pending = False
         self._levels.load_state_dict(state)
@@ -175,11 +176,10 @@ class LocalScales(Extension):
         """Raise if a block wrote into its input: autograd would not detect it."""
         if getattr(x, _ENTRY, x._version) != x._version:
             raise OptionError(
-                f"Block `{self.names[index]}` writes into its input in place (an "
-                "activation with `inplace=True`, or `x += ...`). Inside a block with "
-                "its own scale the input is another tensor over the same memory: "
-                "outside, the new values would be used with the old gradient. Set "
-                "`inplace=False`."
+                f"Block `{self.names[index]}` changes its input in place (an "
+                "activation with `inplace=True`, or `x += ...`). A block with its own "
+                "scale gets another tensor with the memory of its input: outside, the "
+                "new values would be used with the old gradient. Set `inplace=False`."
             )
 
     def rescale(self, grad: torch.Tensor, origin: int, target: int) -> torch.Tensor:
@@ -234,7 +234,7 @@ def _chosen(model: Any, blocks: Any) -> Named:
         named = []
     if not named:
         raise OptionError(
-            f"`blocks={blocks!r:.80}` are no blocks of this {type(model).__name__}. "
+            f"`blocks={blocks!r:.80}` are not blocks of this {type(model).__name__}. "
             "`model` must be a torch.nn.Module. Pass modules of the model as it is now "
             "(not of one that was copied or wrapped since), in the order of the "
             "forward pass, their names, the name of the ModuleList that holds them "
@@ -281,10 +281,10 @@ def _check(model: torch.nn.Module, blocks: Named) -> None:
 def _check_apart(name: str, part: object, owner: dict[int, str]) -> None:
     if id(part) in owner:
         raise OptionError(
-            f"`{name}` and `{owner[id(part)]}` are the same, in two blocks or inside a "
-            "block and outside: the gradient would be a sum of parts with different "
-            "factors, which cannot be divided. Untie them, or give blocks that lie "
-            "beside each other."
+            f"`{name}` and `{owner[id(part)]}` are the same, in two blocks or inside "
+            "and outside of a block: the gradient would be a sum of parts with "
+            "different factors, which cannot be divided out. Untie them, or pass "
+            "blocks that are not nested."
         )
 
 

@@ -372,9 +372,9 @@ def _check_state(optimizer: Any, names: Names) -> None:
         elif halves:
             raise Fp16ParametersError(
                 f"The optimizer's state for {names.described(optimizer, [param])[0]} "
-                "is in half precision already: it stepped, or torch cast what it "
-                "loaded, before it had masters. Call `buoy.torch.MasterWeights("
-                "optimizer)` before its first step and `optimizer.load_state_dict`."
+                "is in half precision already: it stepped, or loaded a state that "
+                "torch cast, before it had masters. Call `MasterWeights(optimizer)` "
+                "before its first step and `optimizer.load_state_dict`."
             )
 
 

@@ -84,7 +84,7 @@ def _stop_on_error(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:  # noqa: BLE001 - training must continue
             self.failed = True
             why = f"{type(error).__name__}: {error}"
-            self.recorder.complain(f"recording has stopped: {why}. Training goes on")
+            self.recorder.complain(f"recording has stopped: {why}. Training continues")
 
     return tried
 

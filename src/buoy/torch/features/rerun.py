@@ -76,8 +76,8 @@ def run(
     if _mid_iteration(scaler):
         raise CallOrderError(
             "`run` was called in the middle of an iteration: a re-run could not undo "
-            "what was unscaled or stepped before it. Let the function given to `run` "
-            "be the whole step."
+            "what was unscaled or stepped before it. Pass a function that does the "
+            "whole step."
         )
     for one in all_scalers(scaler):
         if one._hooks.find("run") is None:
@@ -175,7 +175,7 @@ class _Batch(Extension):
         if not causes <= _CURABLE:
             raise OptionError(
                 f"`retry_on` must be among {sorted(map(str, _CURABLE))}, got "
-                f"{retry_on!r}: other verdicts would come back the same at any scale."
+                f"{retry_on!r}: a lower scale does not change the other verdicts."
             )
         self.steps: dict[LastStep, Any] = {}  # of one attempt, with their scalers
         self._scaler, self._retries, self._causes = scaler, retries, causes
@@ -295,8 +295,8 @@ _NO_STEP = (
     "`scaler.step`. Write `scaler.run(step_fn, optimizer)`."
 )
 _NO_MODEL = (
-    "`run` does not know whose buffers a re-run must restore: batch statistics would "
-    "count the batch twice. Build the scaler with `model=...`, or pass "
+    "`run` needs the modules whose buffers a re-run must restore: batch statistics "
+    "would count the batch twice. Build the scaler with `model=...`, or pass "
     "`modules=[...]`; if no module has buffers, pass `modules=()`."
 )
 _OTHERS = (

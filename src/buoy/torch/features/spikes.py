@@ -15,11 +15,18 @@ from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, multiply_
+from buoy._core.errors import OptionError
 from buoy._core.spikes import SpikeGuard, SpikeState
 from buoy.torch.hooks import Extension, is_foreign
 from buoy.torch.iteration import Work
+from buoy.torch.optimizers import takes_scaler, takes_scaling
 
 __all__ = ["Spikes"]
+
+_CHECKS_ITSELF = (
+    "`spike_guard` cannot skip or clip a step of {}: its `step` takes `grad_scaler` "
+    "and checks the gradients itself. Nothing was applied. Remove `spike_guard`."
+)
 
 
 class Spikes(Extension):
@@ -37,6 +44,8 @@ class Spikes(Extension):
     @torch.no_grad()
     def before_step(self, scaler: Any, work: Work) -> None:
         """Measure the norm of gradients that the scaler did not clip."""
+        if takes_scaling(work.optimizer) and takes_scaler(work.optimizer):
+            raise OptionError(_CHECKS_ITSELF.format(type(work.optimizer).__name__))
         ready = work["stage"] is OptState.READY and work.multiplier is None
         if ready and is_foreign(scaler._unscale_grads_):
             scaler.unscale_(work.optimizer)

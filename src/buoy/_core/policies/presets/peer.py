@@ -295,9 +295,9 @@ class PeerBackoff(Backoff):
 
     def _collapse(self, state: BackoffState) -> ScaleCollapsedError:
         message = (
-            f"The loss scale is {state.scale!r} and this policy gives up rather than "
-            "lower it again. The loss is probably NaN or inf before it is scaled, or "
-            "the weights already are: look at the unscaled loss, lower the learning "
-            "rate, or use a policy that holds at its floor, e.g. 'headroom'."
+            f"The loss scale is {state.scale!r}, and this policy stops instead of "
+            "lowering it further. The loss is probably NaN or inf before it is scaled, "
+            "or the weights already are: check the unscaled loss, lower the learning "
+            "rate, or use a policy that stays at its minimum, e.g. 'headroom'."
         )
         return ScaleCollapsedError(message, state)

@@ -5,9 +5,17 @@ import math
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from buoy.torch import CallOrderError, GradScaler, SpikeGuard, local_scales
+from buoy.torch import (
+    CallOrderError,
+    GradScaler,
+    OptionError,
+    SpikeGuard,
+    local_scales,
+)
 
 
 def network(seed=0):
@@ -138,3 +146,18 @@ def local():
         torch.equal(a.grad, b.grad)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True)
     )
+
+
+def alone_with_shards(clip):
+    """Step a model that is sharded with a scaler that asks no other rank."""
+    model = fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0, process_group=())
+    scaler.scale(loss_of(model, 0)).backward()
+    try:
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+    except OptionError as error:
+        return str(error)
+    return "applied"

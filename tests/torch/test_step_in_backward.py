@@ -181,7 +181,7 @@ def test_what_is_hidden_is_put_back(install, seen):
     install(model)
     if seen == 40:  # looked at again from time to time: after 64 steps at the latest
         train(scaler, other, optimizer, ["ok"] * 24)
-    refused(scaler, model, r"changed.*put back.*scaler\.step")
+    refused(scaler, model, r"changed.*restored.*scaler\.step")
 
 
 def test_hooks_installed_later_are_found_when_the_optimizer_steps():

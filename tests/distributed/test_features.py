@@ -1,6 +1,6 @@
 """Groups, re-runs, guards, windows, spikes and local scales: the same on all ranks."""
 
-import beyond
+import feature_tasks
 import pytest
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow  # starts processes
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_ranks_run_again_or_none(policy, fused, crew_of):
     """An overflow of one is cured for all; a NaN of one is skipped by all."""
-    one, two = crew_of(2).run(beyond.run_again, policy, fused)
+    one, two = crew_of(2).run(feature_tasks.run_again, policy, fused)
 
     assert one == two
     attempts, applied, _ = one
@@ -22,24 +22,24 @@ def test_all_ranks_run_again_or_none(policy, fused, crew_of):
 @pytest.mark.parametrize("sync", ["auto", "never"])
 def test_all_ranks_drop_the_same_micro_batch(sync, crew_of):
     """Its statistics do not count either."""
-    one, two = crew_of(2).run(beyond.windows, sync, False)
+    one, two = crew_of(2).run(feature_tasks.windows, sync, False)
 
     assert one == two
-    assert [one, two] == crew_of(2).run(beyond.windows, sync, True)
+    assert [one, two] == crew_of(2).run(feature_tasks.windows, sync, True)
     assert [0, 1, 0] == one[0]
     assert 11 == one[1]
 
 
 def test_unshared_gradients_in_a_window_are_refused(crew_of):
     """They would never be shared."""
-    for message in crew_of(2).run(beyond.unshared):
+    for message in crew_of(2).run(feature_tasks.unshared):
         assert "no_sync" in message
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_joint_means_all_networks_on_all_ranks(fused, crew_of):
     """And only the scale of the one that failed falls."""
-    one, two = crew_of(2).run(beyond.joint, fused)
+    one, two = crew_of(2).run(feature_tasks.joint, fused)
 
     assert one == two
     applied, (_, scales), _ = one
@@ -49,7 +49,7 @@ def test_joint_means_all_networks_on_all_ranks(fused, crew_of):
 
 def test_a_spike_on_one_rank_is_one_for_all(crew_of):
     """The norm is that of all ranks."""
-    one, two = crew_of(2).run(beyond.spikes)
+    one, two = crew_of(2).run(feature_tasks.spikes)
 
     assert one == two
     assert [True] * 6 + [False, True] == one[0]
@@ -58,4 +58,11 @@ def test_a_spike_on_one_rank_is_one_for_all(crew_of):
 
 def test_ranks_may_have_factors_of_their_own(crew_of):
     """What they share is undone already, bit for bit."""
-    assert [True, True] == crew_of(2).run(beyond.local)
+    assert [True, True] == crew_of(2).run(feature_tasks.local)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_shards_are_not_judged_alone(clip, crew_of):
+    """One rank would skip what the other applies, or clip by half of the norm."""
+    for message in crew_of(2).run(feature_tasks.alone_with_shards, clip):
+        assert "`process_group=()`" in message
