@@ -1,5 +1,6 @@
-"""Sphinx builds the site from the pages beside this file: `make docs`."""
+"""Sphinx builds the site from the pages in this folder: `make docs`."""
 
+import re
 from types import SimpleNamespace
 
 from sphinx.ext.autodoc.mock import mock
@@ -49,3 +50,34 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 pygments_style = "tango"  # colours added and removed lines of a diff
 pygments_dark_style = "monokai"
+
+# Called by other parts of Buoy, not by users.
+INTERNAL = {
+    "GradScaler": {"join_hook"},
+    "Installation": {"apply", "arguments", "replaces"},
+    "LastStep": {
+        "find_offenders", "has_unscaled", "is_unchanged", "judged", "multiplied_by",
+        "skip_with_others",
+    },
+    "LocalScales": {"looked", "rescale"},
+    "MasterWeights": {"swapped", "widen"},
+    "Recorder": {"attach", "complain"},
+}  # fmt: skip
+
+
+def leave_out(_app, _kind, name, member, skip, _options):  # noqa: ANN001, ANN201
+    """Leave out internal methods, and the fields of tuples, which have no text."""
+    owner, _, method = getattr(member, "__qualname__", name).rpartition(".")
+    alias = str(getattr(member, "__doc__", "")).startswith("Alias for field number")
+    return True if alias or method in INTERNAL.get(owner, ()) else skip
+
+
+def link_pages(_app, _kind, _name, _member, _options, lines):  # noqa: ANN001, ANN201
+    """Turn `docs/guides/retry.md` in a docstring into a link to that page."""
+    lines[:] = [re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
+def setup(app):  # noqa: ANN001, ANN201
+    """Connect these functions; Sphinx calls this."""
+    app.connect("autodoc-skip-member", leave_out)
+    app.connect("autodoc-process-docstring", link_pages)

@@ -211,6 +211,27 @@ def test_every_command_and_option_is_in_the_reference():
         assert options - {"--json"} == set(re.findall(r"`(--?\w[\w-]*)`", part)), name
 
 
+MISREAD = re.compile(
+    r">(?:Type|Return type)<span|Alias for field number|docs/[\w/-]+\.md|<blockquote"
+)
+
+
+def misread(page):
+    """List what Sphinx took for something else, or left as it was.
+
+    A colon in the first line of a property becomes a type, code without `::` running
+    text; a path of a page is no link.
+    """
+    return MISREAD.findall(page)
+
+
+def test_a_misread_docstring_would_be_found():
+    """The check can fail."""
+    assert [] != misread('<dt class="field-odd">Type<span class="colon">:</span></dt>')
+    assert [] != misread("<p>see docs/guides/retry.md</p>")
+    assert [] == misread("<p>The type of a step</p>")
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path):
     """As `make docs` does, and every public name is in its inventory."""
@@ -233,3 +254,5 @@ def test_the_site_builds_without_warnings(tmp_path):
         module = load(name)
         members = set(module.__all__) - left_out if module is not None else ()
         assert [] == [one for one in members if f"{name}.{one}" not in names]
+    for page in (tmp_path / "reference").glob("*.html"):
+        assert [] == misread(page.read_text()), page.name

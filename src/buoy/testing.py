@@ -1,5 +1,7 @@
 """The contract suite: what every policy must satisfy, built-in or not.
 
+Example::
+
     from buoy.testing import check_policy
     check_policy(MyPolicy(patience=3))
 
@@ -62,7 +64,7 @@ def _fail(clause: str, detail: str) -> ContractError:
 
 def _check_shape(policy: Any) -> None:
     if not isinstance(policy, Policy) or isinstance(policy, type):
-        raise _fail("policy", f"{policy!r} has not all of a policy's methods")
+        raise _fail("policy", f"{policy!r} lacks methods or attributes of a policy")
     for thing, what in ((policy, "policy"), (policy.init(), "state")):
         if not is_dataclass(thing) or isinstance(thing, type):
             raise _fail("frozen", f"the {what} must be a dataclass instance")
@@ -349,7 +351,7 @@ def _check_backend(policy: Any, backend: str) -> None:
     from buoy._backends.compare import differs  # noqa: PLC0415
 
     if backend not in ("numpy", "torch", "jax"):
-        raise _fail("backends", f"{backend!r} is none of numpy, torch and jax")
+        raise _fail("backends", f"{backend!r} must be numpy, torch or jax")
     problem = differs(policy, backend, [_tour()], _seen)
     if problem:
         raise _fail(f"{backend} equals plain", problem)

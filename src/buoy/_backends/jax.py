@@ -104,9 +104,9 @@ register(Seen)
 def _need_x64() -> None:
     if jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         message = (
-            "This policy computes its scale in float64, which JAX has switched off. "
-            'Call `jax.config.update("jax_enable_x64", True)` first, or use a policy '
-            "with `arithmetic='single'`, e.g. 'backoff' or 'headroom'."
+            "This policy computes its scale in float64, which JAX disables by "
+            'default. Call `jax.config.update("jax_enable_x64", True)` first, or use '
+            "a policy that computes in float32, e.g. 'headroom' or 'backoff'."
         )
         raise PolicyError(message)
 

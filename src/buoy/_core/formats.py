@@ -50,7 +50,7 @@ class Format:
 
     @property
     def needs_scaling(self) -> bool:
-        """Whether gradients need scaling: the range is smaller than float32's."""
+        """Whether gradients need scaling; the range is smaller than float32's."""
         return self.exponent_bits < 8
 
     def overflows(self, x: float) -> bool:

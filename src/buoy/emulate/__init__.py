@@ -1,7 +1,9 @@
-"""FP16, BF16 and FP8 arithmetic for torch models on any CPU, at near FP32 speed.
+"""FP16, BF16 and FP8 arithmetic for torch models on any CPU.
 
-with buoy.emulate.emulate("fp16"):      # forward and backward, of a float32 model
-    scaler.scale(loss_fn(model(x), y)).backward()
+Example::
+
+    with buoy.emulate.emulate("fp16"):  # forward and backward, of a float32 model
+        scaler.scale(loss_fn(model(x), y)).backward()
 """
 
 from buoy._core.errors import MissingBackendError

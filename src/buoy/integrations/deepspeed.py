@@ -117,8 +117,8 @@ def use(engine: Any, policy: Any = None, **options: Any) -> Any:
             `buoy.torch.GradScaler`.
 
     Returns:
-        The object that holds the scale: a `LossScaler`, or a `GradScaler` at stage 0.
-        None if the engine does not train in FP16: nothing is changed then.
+        A `LossScaler`, or a `GradScaler` at stage 0; it holds the scale.  None if the
+        engine does not train in FP16; nothing is changed then.
     """
     if not hasattr(engine, "torch_autocast_enabled"):
         message = (

@@ -1,6 +1,8 @@
 """Lightning: precision plugins for Trainer and Fabric, and a callback that logs.
 
-Trainer(plugins=[MixedPrecision("16-mixed", "cuda", policy="headroom")])
+Example::
+
+    Trainer(plugins=[MixedPrecision("16-mixed", "cuda", policy="headroom")])
 """
 
 import math

@@ -1,8 +1,11 @@
 """JAX: loss scaling as an optax transformation.
 
-tx = buoy.jax.loss_scaled(optax.adamw(3e-4), max_norm=1.0)
-loss, grads = buoy.jax.value_and_grad(loss_fn)(opt_state, params, batch)
-updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+Example::
+
+    tx = buoy.jax.loss_scaled(optax.adamw(3e-4), max_norm=1.0)
+    opt_state = tx.init(params)
+    loss, grads = buoy.jax.value_and_grad(loss_fn)(opt_state, params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params, value=loss)
 """
 
 from buoy._core.errors import MissingBackendError

@@ -31,10 +31,10 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Update float32 copies of FP16 and BF16 parameters.
 
-    A half-precision weight loses updates smaller than about 1/1000 of itself; its
-    float32 copy, the master, keeps them.  After `optax.apply_updates`, each parameter
-    is its rounded master.  The inner state is float32 too.  Use it inside or around
-    `loss_scaled`.
+    An FP16 weight loses updates smaller than 1/2048 of itself, a BF16 weight those
+    smaller than 1/256; its float32 copy, the master, keeps them.  After
+    `optax.apply_updates`, each parameter is its rounded master.  The inner state is
+    float32 too.  Use it inside or around `loss_scaled`.
 
     Example:
         >>> import jax.numpy as jnp, optax

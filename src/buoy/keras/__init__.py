@@ -1,7 +1,9 @@
 """Keras 3, on TensorFlow, JAX and torch: a `LossScaleOptimizer` with any policy.
 
-model.compile(optimizer=buoy.keras.LossScaleOptimizer("adamw", policy="headroom"), ...)
-model.fit(x, y, callbacks=[buoy.keras.Watch(trace="run.buoy")])
+Example::
+
+    model.compile(buoy.keras.LossScaleOptimizer("adamw", policy="headroom"), "mse")
+    model.fit(x, y, callbacks=[buoy.keras.Watch(trace="run.buoy")])
 """
 
 from buoy._core.errors import MissingBackendError

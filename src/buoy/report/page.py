@@ -1,4 +1,4 @@
-"""One page for one run or several: self-contained, and at home offline."""
+"""One page about one run or several, self-contained: it works offline."""
 
 import math
 import os
@@ -136,9 +136,10 @@ def _alone(
 
 
 _LAYERS = (
-    '<p class="note">Of the scaled gradients, means over all looks. Zero counts all '
-    "zeros; lost is an estimate, at the last look, of those that underflowed and were "
-    "not zero by nature. Headings sort.</p>"
+    '<p class="note">Shares of the scaled gradients, means over all histograms. '
+    "Zero counts all zeros. Lost is an estimate, from the last histograms, of the "
+    "gradients that underflowed; it leaves out those that are always zero. Click a "
+    "heading to sort.</p>"
 )
 
 
@@ -206,7 +207,7 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _common(charts: dict[str, Any], runs: Sequence[Run]) -> list[str]:
     marks = "a mark for every skipped step" + (
-        ", its shape tells why" if len(runs) == 1 else ""
+        "; its shape shows the cause" if len(runs) == 1 else ""
     )
     hint = "Drag across any chart to zoom into all of them."
     boxes = [figure_box(slot("scale"), "Scale", f"over the steps, {marks}. {hint}")]

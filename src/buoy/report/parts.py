@@ -33,7 +33,7 @@ _NOTHING = "not measured"
 
 
 def judgement(run: Run, found: Facts, said: Summary, *, level: int = 2) -> str:
-    """Say how the run fared, with its figures."""
+    """Return the judgement of a run, with its figures."""
     sentences = "".join(f"<li>{_marked(sentence)}</li>" for sentence in said.sentences)
     note = f'<p class="note">{escape(run.note)}</p>' if run.note else ""
     title = f"<h{level}>{escape(run.label)}</h{level}>" if level > 2 else ""
@@ -86,7 +86,7 @@ def _number(value: float | None) -> str:
 def comparison(runs: Sequence[tuple[Run, Facts, Summary]]) -> str:
     """Set several runs side by side."""
     more = list(dict.fromkeys(name for run, _, _ in runs for name in run.facts))
-    columns = ["run", "how it fared", *more, "last loss", "steps", "skipped", "scale"]
+    columns = ["run", "result", *more, "last loss", "steps", "skipped", "scale"]
     columns += ["headroom", "zero", "subnormal"]
     rows = [
         [
@@ -240,9 +240,9 @@ def other_policies(
     columns = ("name", "skipped", "weight underflow", "mean scale", "regret, bits")
     return (
         table(name, columns, rows, caption="Other policies on this run's gradients")
-        + '<p class="note">Replayed over the recorded sizes: what a skipped step does '
-        "to the rest of the run is not in it. Regret is the mean distance from the "
-        "largest power of two that would have fitted.</p>"
+        + '<p class="note">Replayed over the recorded gradients; the effect of a '
+        "skipped step on later steps is not included. Regret is the mean distance from "
+        "the largest power of two that would have fitted.</p>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Say in a few sentences how a run fared, and what to do."""
+"""Judge a run in a few sentences, and say what to do."""
 
 import math
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ _SPARE = 6.0  # bits of headroom that are worth using
 
 
 class Summary(NamedTuple):
-    """How a run fared, in one word, one line and some sentences."""
+    """The judgement of a run: a level, a headline and some sentences."""
 
     level: Level
     headline: str
@@ -60,8 +60,8 @@ def _stuck(found: Facts) -> list[Finding]:
         zeros=0 if skips else found.zeros,
     )
     what = f"{stuck.what[0].upper()}{stuck.what[1:]}. {stuck.why}"
-    headline = "Stuck: training does not move" if skips else "Stuck: nothing is learned"
-    return [("trouble", headline, what)]
+    no_progress = "training makes no progress" if skips else "nothing is learned"
+    return [("trouble", f"Stuck: {no_progress}", what)]
 
 
 def _grave(found: Facts) -> list[Finding]:
@@ -86,8 +86,8 @@ def _often(found: Facts) -> list[Finding]:
         return []
     what = (
         f"{_steps(later)} skipped after the warm-up, {share(share_)} of all. The scale "
-        "keeps running into the limit: a policy that looks at the headroom "
-        '(`policy="headroom"`), a longer growth interval or clipping lose fewer.'
+        'often exceeds what the gradients allow. `policy="headroom"`, a longer '
+        "growth interval or clipping would skip fewer steps."
     )
     return [("look", "Many steps are skipped", what)]
 
@@ -99,7 +99,7 @@ def _lossy(found: Facts) -> list[Finding]:
     worst = next((x for x in found.layers if x.subnormal > _LOSSY), None)
     where = f", most in `{worst.name}`" if worst is not None else ""
     what = (
-        f"{share(seen.subnormal)} of the gradients lie below FP16's smallest normal "
+        f"{share(seen.subnormal)} of the gradients are below FP16's smallest normal "
         f"number and {share(seen.zero)} are zero{where}."
     )
     spare = found.headroom
@@ -111,8 +111,9 @@ def _lossy(found: Facts) -> list[Finding]:
         )
     else:
         what += (
-            " A larger scale would overflow: some layers need another range than "
-            "others. Keep those in FP32, or normalise what they compute."
+            " A larger scale would overflow: the layers need different scales. "
+            "Keep the worst in FP32, or give each block its own scale "
+            "(`buoy.torch.local_scales`)."
         )
     return [("look", "Gradients underflow", what)]
 
@@ -151,7 +152,7 @@ def _about(found: Facts) -> tuple[str, ...]:
     if found.lost:
         said.append(f"{found.lost:,} rows were lost: the disk was too slow.")
     if not found.ended:
-        said.append("The run goes on, or was killed: its file was not closed.")
+        said.append("The run is still going or was killed: its file was not closed.")
     return tuple(said)
 
 
@@ -160,7 +161,7 @@ def _steps(count: int) -> str:
 
 
 def power(scale: float) -> str:
-    """Write a scale as people read it.
+    """Format a scale, as a power of two if it is one.
 
     Example:
         >>> power(65536.0), power(1000.0), power(0.0)

@@ -1,6 +1,8 @@
 """PyTorch: a drop-in replacement for `torch.amp.GradScaler`.
 
-from buoy.torch import GradScaler            # was: from torch.amp import GradScaler
+Example::
+
+    from buoy.torch import GradScaler  # was: from torch.amp import GradScaler
 """
 
 from importlib import import_module as _import_module

@@ -1,5 +1,7 @@
 """Further outputs for a run's rows: files, loggers, dashboards.
 
+Example::
+
     Recorder("run.buoy", sinks=[TensorBoard("logs"), JsonLines("run.jsonl")])
 
 A sink imports its package with its first row, in its own thread.  A sink that fails is

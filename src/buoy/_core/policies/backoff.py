@@ -103,7 +103,7 @@ class Backoff:
 
     @property
     def wants(self) -> frozenset[str]:
-        """Nothing: this rule uses only `finite`."""
+        """Nothing, because this rule uses only `finite`."""
         return frozenset()
 
     @property

@@ -169,7 +169,7 @@ class Headroom:
 
     @property
     def precision(self) -> Precision:
-        """float32: every number is a whole one, below 2^24."""
+        """float32, because every number is a whole one, below 2^24."""
         return "float32"
 
     def init(self, *, scale: Scalar = None) -> HeadroomState:

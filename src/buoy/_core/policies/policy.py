@@ -40,7 +40,7 @@ class Policy(Protocol):
 
     @property
     def precision(self) -> Precision:
-        """The dtype of the state's floats: float32 if that is enough."""
+        """The dtype of the state's floats; float32 if that is enough."""
 
     def init(self) -> Any:
         """Return the state before the first step, of plain numbers.

@@ -25,7 +25,7 @@ class _Still:
 
     @property
     def wants(self) -> frozenset[str]:
-        """Nothing: the scale does not move."""
+        """Nothing, because the scale does not change."""
         return frozenset()
 
     @property

@@ -123,8 +123,9 @@ def in_words(found: Sequence[Finding], steps: int, width: int = 79) -> str:
     seen = f"{steps} step{'s'[: steps != 1]} watched."
     if not found:
         return f"{seen} Nothing wrong was found."
-    count = "One thing is" if len(found) == 1 else f"{len(found)} things are"
-    paragraphs = [f"{seen} {count} wrong{', worst first' if found[1:] else ''}."]
+    count = "One problem" if len(found) == 1 else f"{len(found)} problems"
+    order = ", the worst first" if found[1:] else ""
+    paragraphs = [f"{seen} {count} found{order}:"]
     for number, finding in enumerate(found, 1):
         first, *rest = str(finding).splitlines()
         lines = [_wrapped(f"{number}. {first}", width)]

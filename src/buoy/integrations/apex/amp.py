@@ -254,7 +254,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Go on from a state of this module or of apex's own."""
+    """Load a state that this module or apex has saved."""
     saved = [
         value for name, value in state_dict.items() if name.startswith("loss_scaler")
     ]
