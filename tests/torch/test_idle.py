@@ -50,3 +50,15 @@ def test_gradients_of_zero_are_stuck(policy, clip):
     assert alarms == []
     train(scaler, [0.0] * 30, clip)
     assert [stuck.zeros for stuck in alarms] == [20]
+
+
+@pytest.mark.parametrize(("policy", "clip"), [("headroom", None), (None, 1.0)])
+def test_gradients_that_move_no_weight_are_stuck_at_the_highest_scale(policy, clip):
+    """Their size counts without the scale, whichever measure of it there is."""
+    alarms = []
+    options = {"policy": policy, "init_scale": 2.0**64, "on_stuck": alarms.append}
+    train(GradScaler("cpu", patience=20, **options), [2.0**-38] * 30, clip)
+    assert alarms == []
+    train(GradScaler("cpu", patience=20, **options), [2.0**-60] * 30, clip)
+    assert [stuck.zeros for stuck in alarms] == [20]
+    assert "a scale of 2^64 or more" in str(alarms[0])

@@ -180,6 +180,16 @@ def test_a_loss_is_foreseen_again_after_loading():
     assert scaler.get_scale() == lowered
 
 
+@pytest.mark.parametrize("policy", [None, "backoff"])
+def test_a_loaded_scale_replaces_one_that_others_wrote(policy):
+    """Also if it is the one that the scaler knew before."""
+    scaler, go = started(policy=policy)
+    state, before = scaler.state_dict(), scaler.get_scale()
+    scaler._scale.fill_(64.0)
+    scaler.load_state_dict(state)
+    assert go("ok", "inf") == [before, before / 2]
+
+
 def test_nothing_of_a_policy_is_known_before_the_first_loss():
     """The scale is the policy's, and the tensor does not exist yet."""
     scaler = GradScaler("cpu", policy=buoy.Backoff(init_scale=8.0))

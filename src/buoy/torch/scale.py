@@ -323,12 +323,9 @@ class Scale:
         """Restore a policy from a saved state of plain numbers."""
         if self.run is None:
             return
-        on_device, self.run.state, self.foreseen = self.run.on_device, state, False
-        if self.tensor is not None:
-            if on_device:
-                self.run.lift(self.tensor.device)
-            self.tensor.copy_(torch.as_tensor(self.run.scale))
-            self._note(None if on_device else float(state.scale), self._count)
+        self.run.state, self.foreseen = state, False
+        self._now = None
+        self._write()
 
     def load(self, scale: float, count: int) -> None:
         """Restore torch's rule from a saved scale and count."""
