@@ -74,9 +74,7 @@ class Scale:
         self.half = False  # there was an FP16 loss
         self._now: Now | None = None
         self._count = 0  # the value of the tracker
-        self._versions = (-1, -1)  # the tensors' `_version` when last read
         self._view: backend.HostView | None = None  # collectives keep `_version`
-        self._seen: Any = None  # the tracker that the last three belong to
         self.admit(init_scale)
 
     def place(self, device: torch.device, init_scale: float, count: int) -> None:
@@ -145,8 +143,8 @@ class Scale:
             own = self.run.scale
             value = own if isinstance(own, float) else None
         self._view = None if value is None else backend.host_view(tensor)
-        self._versions = (tensor._version, tracker._version)
-        self._count, self._seen = count, tracker
+        self._versions = (tensor._version, tracker._version)  # when last read
+        self._count, self._seen = count, tracker  # and the tensor that held it
         safe = value is not None and value >= 1.0
         copy = tensor.detach().clone() if value is None else value
         inverse = backend.reciprocal(tensor)
