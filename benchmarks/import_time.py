@@ -1,8 +1,11 @@
 """What `import buoy` and `buoy --help` cost over a bare interpreter.
 
+    python benchmarks/import_time.py [--rounds N]
+
 Interleaved runs in fresh interpreters, median of many.  Budgets: 50 ms and 300 ms.
 """
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -30,8 +33,11 @@ def seconds(command: list[str]) -> float:
 
 def main() -> None:
     """Print the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=31)
+    rounds = parser.parse_args().rounds
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for _ in range(31):
+    for _ in range(rounds):
         for name, command in COMMANDS.items():
             times[name].append(seconds(command))
     bare = statistics.median(times["bare python"])

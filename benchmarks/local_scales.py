@@ -4,9 +4,13 @@ The forward pass is that of a plain residual network of 12 blocks.  On the way b
 each block multiplies the gradient by 8: it spans 36 binades of FP16's 40, and what
 lies within one block needs more than the rest.  Adam does not mind: FP32 trains it.
 
-    python -m benchmarks.local_scales        every scale from 2^-24 to 2^40, then local
+    python -m benchmarks.local_scales [--low N] [--high N]
+
+It trains with every scale from 2^-24 to 2^40, or from 2^low to 2^high, then with local
+scales.
 """
 
+import argparse
 from typing import Any
 
 import torch
@@ -127,10 +131,14 @@ def with_one_scale(exponent: int, *, hopeless: int | None = None) -> tuple[float
 
 def main() -> None:
     """Print the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--low", type=int, default=-24)
+    parser.add_argument("--high", type=int, default=40)
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
     wanted, _ = in_fp32()
     print(f"FP32                     loss {wanted:.4f}")
-    for exponent in range(-24, 41):
+    for exponent in range(chosen.low, chosen.high + 1):
         loss, applied = with_one_scale(exponent)
         off = 100 * (loss / wanted - 1)
         print(

@@ -1,6 +1,6 @@
 """Loss scaling from 1 to 100,000 ranks: what a step costs, and how often it is lost.
 
-python benchmarks/scale_out.py
+    python benchmarks/scale_out.py [--steps N]
 
 Prints the two tables of docs/guides/large-jobs.md.  Plain Python; a minute.
 
@@ -12,6 +12,7 @@ its loss and gradients jump together; more rarely still, one is NaN whatever the
 draws is drawn at once, so that 100,000 ranks cost no more than one.
 """
 
+import argparse
 import math
 import random
 from collections.abc import Iterator
@@ -40,10 +41,10 @@ class Draw(NamedTuple):
     broken: bool
 
 
-def draws(ranks: int, seed: int = 0) -> Iterator[Draw]:
+def draws(ranks: int, steps: int, seed: int = 0) -> Iterator[Draw]:
     """Draw the largest of all ranks, step by step."""
     source = random.Random(seed)  # noqa: S311 - not for secrets
-    for step in range(STEPS):
+    for step in range(steps):
         level = LEVEL + 2.0 * math.sin(step / 3000.0)
         noise = -TAIL * math.log(-math.expm1(math.log(_unit(source)) / ranks))
         jump = 0.0
@@ -66,11 +67,11 @@ class Outcome(NamedTuple):
     lowest: float  # log2 of the lowest scale
 
 
-def run(policy: buoy.Policy, ranks: int, *, foresees: bool = True) -> Outcome:
+def run(policy: buoy.Policy, ranks: int, steps: int, *, foresees: bool) -> Outcome:
     """Let a policy move the scale of all ranks together."""
     state = policy.init()
     skipped, unused, lowest = 0, [], math.inf
-    for draw in draws(ranks):
+    for draw in draws(ranks, steps):
         if foresees and "loss" in policy.wants:
             state = policy.foresee(state, draw.loss, ops=PLAIN)
         amax = draw.amax_log2 + math.log2(state.scale)
@@ -82,7 +83,7 @@ def run(policy: buoy.Policy, ranks: int, *, foresees: bool = True) -> Outcome:
         seen = buoy.Seen(finite=finite, amax_log2=amax if finite else math.inf)
         state = policy.update(state, seen, ops=PLAIN)
     mean = sum(unused) / len(unused) if unused else math.nan
-    return Outcome(1000.0 * skipped / STEPS, mean, lowest)
+    return Outcome(1000.0 * skipped / steps, mean, lowest)
 
 
 def policies() -> dict[str, tuple[buoy.Policy, bool]]:
@@ -110,20 +111,28 @@ def print_cost() -> None:
         )
 
 
-def print_skips() -> None:
+def print_skips(steps: int = STEPS) -> None:
     """Print what becomes of steps, by simulation."""
     print("| policy | ranks | skipped per 1000 | unused binades | lowest scale |")
     print("|---|--:|--:|--:|--:|")
     for name, (policy, foresees) in policies().items():
         for ranks in RANKS:
-            found = run(policy, ranks, foresees=foresees)
+            found = run(policy, ranks, steps, foresees=foresees)
             print(
                 f"| {name} | {ranks:,} | {found.skipped:.2f} | {found.unused:.1f} "
                 f"| 2^{found.lowest:.0f} |"
             )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    steps = parser.parse_args().steps
     print_cost()
     print()
-    print_skips()
+    print_skips(steps)
+
+
+if __name__ == "__main__":
+    main()

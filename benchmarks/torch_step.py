@@ -1,6 +1,6 @@
 """What a step costs with Buoy, as ratios to torch's scaler in one interleaved run.
 
-    python benchmarks/torch_step.py [--rounds N] [--threads N] [--parameters N]
+    python benchmarks/torch_step.py [--rounds N] [--threads N] [--parameters N] ...
 
 Every figure is the median over rounds of the ratio of two measurements taken back to
 back, so that a neighbour on the machine slows both; the tiny model is measured in
@@ -63,21 +63,33 @@ def ratio(
 
 
 def started(kind: type[Stock], **options: object) -> Stock:
-    """Make a scaler that has scaled a loss, at scale 1 so that nothing drifts."""
+    """Make a scaler at scale 1, so that nothing drifts."""
     if "policy" not in options:
-        options["init_scale"] = 1.0
-    scaler = kind("cpu", **options)
-    scaler.scale(torch.ones((), requires_grad=True))
-    return scaler
+        options.update(init_scale=1.0, growth_interval=10**9)
+    return kind("cpu", **options)
+
+
+def plain_step(scaler: Stock, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Scale a loss, check the gradients that are there, and step."""
+    loss = torch.ones((), requires_grad=True)
+
+    def step() -> None:
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
 
 
 def with_clipping(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
     """Check, unscale, clip and a fused AdamW step, in three ways."""
     optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
     stock = started(Stock)
+    loss = torch.ones((), requires_grad=True)
 
     def clipped(scaler: GradScaler) -> Callable[[], object]:
         def step() -> None:
+            scaler.scale(loss)
             scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
@@ -85,6 +97,7 @@ def with_clipping(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], ob
         return step
 
     def torchs() -> None:
+        stock.scale(loss)
         stock.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         stock.step(optimizer)
@@ -118,23 +131,14 @@ def without_clipping(
 ) -> dict[str, Callable[[], object]]:
     """Check and step."""
     optimizer = torch.optim.AdamW(params, lr=1e-6, fused=fused, foreach=not fused)
-    mine, stock = started(GradScaler), started(Stock)
-    headroom = started(GradScaler, policy=still())
-
-    def run(scaler: Stock) -> Callable[[], object]:
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
-
-        return step
-
-    return {"buoy": run(mine), "torch": run(stock), "headroom": run(headroom)}
+    scalers = {"buoy": started(GradScaler), "torch": started(Stock)}
+    scalers["headroom"] = started(GradScaler, policy=still())
+    return {name: plain_step(one, optimizer) for name, one in scalers.items()}
 
 
 def tiny(kind: str) -> dict[str, Callable[[], object]]:
     """Scale + step + update on 20 tensors of 100 elements, with an idle optimizer."""
     params = parameters(20, 100)
-    loss = torch.ones((), requires_grad=True)
     optimizer: torch.optim.Optimizer
     if kind == "fused":
         optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
@@ -142,17 +146,8 @@ def tiny(kind: str) -> dict[str, Callable[[], object]]:
         optimizer = torch.optim.SGD(params, lr=0.0)
     else:
         optimizer = Idle(params)
-    mine, stock = started(GradScaler), started(Stock)
-
-    def run(scaler: Stock) -> Callable[[], object]:
-        def step() -> None:
-            scaler.scale(loss)
-            scaler.step(optimizer)
-            scaler.update()
-
-        return step
-
-    return {"buoy": run(mine), "torch": run(stock)}
+    scalers = {"buoy": started(GradScaler), "torch": started(Stock)}
+    return {name: plain_step(one, optimizer) for name, one in scalers.items()}
 
 
 class Idle(torch.optim.Optimizer):
@@ -165,10 +160,9 @@ class Idle(torch.optim.Optimizer):
         """Do nothing."""
 
 
-def training(rows: int, *, scale: bool) -> Callable[[], object]:
+def training(rows: int, width: int, *, scale: bool) -> Callable[[], object]:
     """A whole step of a model that spends its time multiplying matrices."""
     torch.manual_seed(0)
-    width = 384
     layers = [torch.nn.Linear(width, width) for _ in range(6)]
     model = torch.nn.Sequential(*layers)
     x = torch.randn(rows, width)
@@ -208,12 +202,17 @@ def costs(shape: tuple[int, int], rounds: int) -> dict[str, float]:
     return {"buoy": mine * 1e3, "torch": theirs * 1e3}
 
 
-def sweep(rounds: int) -> None:
-    """Print what a clipped step costs against the number of tensors and elements."""
+def sweep(rounds: int, most: int) -> None:
+    """Print what a clipped step costs against the number of tensors and elements.
+
+    Shapes of more than `most` elements are left out.
+    """
     print("tensors x elements: ms per clipped step with Buoy and with torch's scaler,")
     print("and Buoy's microseconds per tensor, or nanoseconds per element")
     for shapes, unit in ((TENSORS, 1000), (SIZES, 0)):
         for tensors, size in shapes:
+            if tensors * size > most:
+                continue
             took = costs((tensors, size), rounds)
             each = took["buoy"] * 1e6 / (tensors * (unit or size))
             print(
@@ -258,6 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parameters", type=int, default=30_000_000)
+    parser.add_argument("--width", type=int, default=384)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     big = parameters(100, chosen.parameters // 100)
@@ -286,14 +286,15 @@ def main() -> None:
     ways = survey(big)
     line("survey / plain read", 1.5, ratio(ways["buoy"], ways["read"], rounds, 1))
     for rows, what in ((768, ""), (2048, " (no budget)")):
-        with_it, without = training(rows, scale=True), training(rows, scale=False)
+        with_it = training(rows, chosen.width, scale=True)
+        without = training(rows, chosen.width, scale=False)
         line(f"whole training step of {rows} rows / no scaling{what}", 1.01,
              ratio(with_it, without, rounds * 4, 1))  # fmt: skip
     for kind in ("idle", "sgd", "fused"):
         ways = tiny(kind)
         line(f"scale+step+update, 20 x 100, {kind} / torch", 1.0,
              ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
-    sweep(rounds)
+    sweep(rounds, chosen.parameters)
 
 
 if __name__ == "__main__":
