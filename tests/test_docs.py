@@ -1,7 +1,7 @@
 """The documents tell the truth: every Python block in them runs as it stands.
 
 An `output` block after a Python block holds what that prints; `...` stands for text
-that is left out.
+that is left out.  Both sides of every `diff` run, after what `tests/diffs.py` sets up.
 """
 
 import importlib.util
@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.diffs import ELSEWHERE, SETUP
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
@@ -53,3 +55,67 @@ def test_every_output_block_belongs_to_an_example():
         text = path.read_text()
         shown = sum(1 for _, output in BLOCK.findall(text) if output)
         assert text.count("```output") == shown, path
+
+
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIFFS = {
+    f"{Path(name).with_suffix('')}-diff{index}": (name, index)
+    for name, setups in SETUP.items()
+    for index, _ in enumerate(setups)
+}
+
+
+def sides(diff):
+    """Return the code before and after a change."""
+    lines = diff.splitlines()
+    return [
+        "\n".join(line[1:] for line in lines if not line.startswith(left_out))
+        for left_out in "+-"
+    ]
+
+
+def missing(code):
+    """List the packages that a piece of code imports and that are not installed."""
+    names = IMPORTED.findall(code)
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "index"), DIFFS.values(), ids=DIFFS)
+def test_both_sides_of_a_diff_run(name, index, tmp_path):
+    """What a reader has, and what the page makes of it, on a CPU."""
+    diff = DIFF.findall((ROOT / name).read_text())[index]
+    programs = [
+        f"{SETUP[name][index]}\n{side}".replace('"cuda"', '"cpu"')
+        for side in sides(diff)
+    ]
+    runs = [program for program in programs if not missing(program)]
+    if not runs:
+        pytest.skip(f"not installed: {', '.join(missing(programs[1]))}")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(f"exec({run!r}, {{}})" for run in runs)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+
+    assert 0 == done.returncode, done.stderr
+
+
+def test_every_diff_is_run():
+    """None is forgotten, and the tests that run some of them exist."""
+    shown = {
+        str(path.relative_to(ROOT)): DIFF.findall(path.read_text()) for path in PAGES
+    }
+    counted = {name: len(diffs) for name, diffs in shown.items() if diffs}
+
+    expected = {name: len(setups) for name, setups in SETUP.items()}
+    assert expected == {n: c for n, c in counted.items() if n not in ELSEWHERE}
+    assert set(ELSEWHERE) <= set(counted)
+    assert all((ROOT / test).exists() for test in ELSEWHERE.values())
+
+
+def test_a_diff_has_two_sides():
+    """Lines without a sign are in both."""
+    assert ["a\nc", "b\nc"] == sides("-a\n+b\n c\n")
