@@ -113,9 +113,9 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --editable '.[torch,cli]' \
 	    accelerate transformers trl datasets peft bitsandbytes lightning pytorch-ignite pytest hypothesis \
 	    setuptools diffusers requests fastprogress fasttransform fastdownload pillow matplotlib \
-	    opencv-python-headless scikit-learn cloudpickle
+	    opencv-python-headless scikit-learn cloudpickle ray tensordict codetiming hydra-core torchdata
 	DS_BUILD_OPS=0 $(INTEGRATIONS)/bin/python -m pip install --quiet --no-build-isolation deepspeed
-	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps fastai timm ultralytics ultralytics-thop
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps fastai timm ultralytics ultralytics-thop verl
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps --target $(INTEGRATIONS)/vision torchvision
 	touch $@
 
