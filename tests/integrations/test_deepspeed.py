@@ -62,6 +62,17 @@ def test_a_checkpoint_without_buoy_gives_its_scale(ranks, stage):
         assert found[f"stock {stage}"] == {"scale": 2.0**5, "same": True}
 
 
+def test_an_engine_that_accelerate_prepared(ranks):
+    """Accelerate's own `use` refuses, and names the way that is tried here."""
+    for found in (rank["accelerate"] for rank in ranks):
+        assert "`buoy.integrations.deepspeed.use`" in found["refused"]
+        assert found["apart"] == 0.0
+        assert found["moved"] > 0.1
+        assert found["lr"][0] == found["lr"][1]
+        assert found["skipped"] == list(BAD)
+        assert found["logged"] == ["buoy/norm", "buoy/scale", "buoy/skipped"]
+
+
 def test_what_cannot_be_done_is_refused(ranks):
     """Policies that measure gradients, and an engine without a scaler."""
     refused = ranks[0]["others"]["refused"]

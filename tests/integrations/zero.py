@@ -12,10 +12,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import deepspeed.ops
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
 from ranks import report
 from tiny import GOOD, STEPS, Net, batch, distance, reference
 
 from buoy._core.codec import encode
+from buoy.integrations import accelerate
 from buoy.integrations import deepspeed as ours
 from buoy.torch import OptionError
 
@@ -124,6 +127,51 @@ def stock(stage):
     return {"scale": scaler.cur_scale, "same": again.optimizer.loss_scaler is scaler}
 
 
+def prepared():
+    """Train by Accelerate, whose `prepare` returns the engine."""
+    refused = ""
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5),
+    )
+    try:
+        accelerate.use(accelerator, "torch", **START)
+    except OptionError as error:
+        refused = str(error)
+    # Without a GPU, Accelerate takes itself for the only process under DeepSpeed.
+    accelerator.state.num_processes = torch.distributed.get_world_size()
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config["train_micro_batch_size_per_gpu"] = 2
+    config["zero_allow_untested_optimizer"] = True
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    engine, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    ours.use(engine, "torch", **START)
+    rank, skipped = torch.distributed.get_rank(), []
+    for step in range(STEPS):
+        given = {key: value[2 * rank :][:2] for key, value in batch(step).items()}
+        given["bad"] &= rank == 1
+        given["x"] = given["x"].half()
+        accelerator.backward(engine(**given)["loss"])
+        accelerator.clip_grad_norm_(engine.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped += [step] if accelerator.optimizer_step_was_skipped else []
+    other, expected = engine_of(2, "fp16", 0.5)
+    ours.use(other, "static", init_scale=2.0**8)
+    train(other, "fp16", GOOD)
+    return {
+        "apart": apart(net, expected),
+        "moved": apart(net, Net()),
+        "lr": [engine.get_lr(), other.get_lr()],
+        "skipped": skipped,
+        "refused": refused,
+        "logged": sorted(ours.metrics(engine)),
+    }
+
+
 def others():
     """Make engines of other configurations."""
     refused = {}
@@ -153,6 +201,7 @@ def main():
     # DeepSpeed refuses FP16 on a CPU.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     found = {"stock 1": stock(1), "stock 3": stock(3), "others": others()}
+    found["accelerate"] = prepared()
     # FP16 first: `torch_autocast` stays on for all later engines of a process.
     for mode in ("fp16", "autocast"):
         for stage in (1, 2, 3):
