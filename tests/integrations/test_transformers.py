@@ -70,8 +70,30 @@ def test_the_default_optimizer_is_fused_and_its_lr_is_right(tmp_path):
     assert trainer.lr_scheduler.last_epoch == len(GOOD)
 
 
-def test_max_steps_counts_attempts_and_is_always_reached(tmp_path):
-    """The Trainer finds its place in the data by `global_step` when it resumes."""
+def test_what_each_counter_counts(tmp_path):
+    """Those of updates count applied steps; those of the data count all batches."""
+    net = Net()
+    optimizer = adamw(net)
+    parts = optimizer, decay(optimizer)
+    often = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 3}
+    trainer = trainer_of(net, tmp_path, optimizers=parts, **often)
+    ours.use(trainer, **START)
+    trainer.train()
+    state = trainer.state
+    assert {float(one["step"]) for one in optimizer.state.values()} == {len(GOOD)}
+    assert trainer.lr_scheduler.last_epoch == len(GOOD)
+    logs = [one for one in state.log_history if "loss" in one]
+    assert logs[-1]["buoy/skipped"] == len(BAD)
+
+    assert state.global_step == state.max_steps == STEPS
+    assert state.epoch == 1.0
+    assert [one["step"] for one in logs] == [3, 6, 9, 12]
+    saved = sorted(int(one.name.split("-")[1]) for one in tmp_path.glob("checkpoint-*"))
+    assert saved == [4, 8, 12]
+
+
+def test_max_steps_is_reached_though_every_step_is_skipped(tmp_path):
+    """It counts attempts."""
     net = Net()
     trainer = trainer_of(net, tmp_path, max_steps=5)
     trainer.train_dataset = [one for one in samples() if one["bad"]]
@@ -81,6 +103,44 @@ def test_max_steps_counts_attempts_and_is_always_reached(tmp_path):
     assert trainer.state.log_history[-2]["buoy/skipped"] == 5.0
     assert trainer.lr_scheduler.last_epoch == 0
     assert distance(net, Net()) == 0.0
+
+
+@pytest.mark.parametrize("checkpoint", [4, 5, 8])
+def test_a_resumed_run_sees_each_batch_once(checkpoint, tmp_path):
+    """The Trainer computes its place in the data from `global_step` alone.
+
+    4 and 8 are saved right after a skipped step.
+    """
+
+    class Watched(Net):
+        def forward(self, x, y, bad, **rest):
+            seen.append(x[0, 0].item())
+            return super().forward(x, y, bad, **rest)
+
+    def train(**resume):
+        net = Watched()
+        optimizer = adamw(net)
+        trainer = trainer_of(
+            net,
+            tmp_path,
+            optimizers=(optimizer, decay(optimizer)),
+            save_strategy="steps",
+            save_steps=1,
+        )
+        scaler = ours.use(trainer, **START)
+        trainer.train(**resume)
+        return net, trainer, scaler
+
+    seen = []
+    whole, straight, end = train()
+    every, seen = seen, []
+    folder = str(tmp_path / f"checkpoint-{checkpoint}")
+    net, resumed, scaler = train(resume_from_checkpoint=folder)
+    assert seen == every[checkpoint:]
+    assert distance(net, whole) == 0.0
+    assert scaler.state_dict() == end.state_dict()
+    rates = [one.lr_scheduler.get_last_lr() for one in (resumed, straight)]
+    assert rates[0] == rates[1]
 
 
 def test_accumulation(tmp_path):
