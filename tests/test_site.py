@@ -1,5 +1,6 @@
 """The pages of the site: tables, links, headings, spelling, the reference."""
 
+import functools
 import importlib
 import re
 import subprocess
@@ -18,6 +19,7 @@ PAGES = [
     if not path.read_text().startswith("```{include}")
 ]
 DOCUMENTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PROSE = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CODE_OF_CONDUCT.md"]
 FENCE = re.compile(r"^(?P<mark>```+|:::+).*?^(?P=mark)$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.*)$", re.MULTILINE)
@@ -122,6 +124,49 @@ def test_words_are_words():
     )
 
     assert "" == done.stdout + done.stderr
+
+
+LATIN = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+", re.DOTALL)
+
+
+def words(text):
+    """Collect the words of a page; names such as GradScaler or FP16 are none."""
+    found = LATIN.findall(NOT_PROSE.sub(" ", prose(text)))
+    plain = {word.removesuffix("'s") for word in found if len(word) > 2}
+    return {word.lower() for word in plain if word[1:].islower()}
+
+
+KNOWN = set((ROOT / "tests" / "words.txt").read_text().split())
+
+
+@functools.cache
+def dictionary():
+    """Load the dictionary, once."""
+    return pytest.importorskip("spellchecker").SpellChecker()
+
+
+def strange(found):
+    """List what is in no dictionary, and not among the field's words either."""
+    return sorted(dictionary().unknown(found) - KNOWN)
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_word_is_in_a_dictionary(path):
+    """A new word of the field goes into `tests/words.txt`."""
+    assert [] == strange(words(path.read_text()))
+
+
+def test_words_that_are_none_would_be_found():
+    """Also those that no list of misspellings has; code and names are left out."""
+    assert ["flurbish", "thr"] == strange(words("Thr scale is flurbish: `qwrt` FP16."))
+
+
+def test_the_list_of_words_has_no_leftovers():
+    """Each is used, and in no dictionary."""
+    used = set().union(*(words(path.read_text()) for path in PROSE))
+
+    assert sorted(dictionary().unknown(KNOWN)) == sorted(KNOWN & used) == sorted(KNOWN)
 
 
 def test_the_table_of_presets_is_what_the_command_prints():
