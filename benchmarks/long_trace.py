@@ -1,16 +1,22 @@
-"""Print the CPU seconds and the memory that commands take for a long recorded run.
+"""Print the time and the memory that commands take for a long recorded run.
 
-python benchmarks/long_trace.py [STEPS]
+python benchmarks/long_trace.py [--steps N] [--against SRC]
+
+`--against` names the `src` folder of another version.  Both versions then read the same
+file, in turn, and the last column is the ratio of their CPU seconds.
 """
 
+import argparse
 import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import buoy
 from buoy.trace import Counts, Recorder
 
 COMMANDS = (
@@ -46,23 +52,41 @@ def record(path: Path, steps: int) -> None:
                 recorder.flush()
 
 
+def used_by(command: tuple[str, ...], folder: str, source: str) -> tuple[float, ...]:
+    """Run a command of the version in `source`: CPU seconds, seconds, MiB."""
+    start = time.perf_counter()
+    process = subprocess.Popen(  # noqa: S603 - our own command
+        [sys.executable, "-m", "buoy", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": source},
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"`buoy {' '.join(command)}` failed ({status}).")
+    passed = time.perf_counter() - start
+    return used.ru_utime + used.ru_stime, passed, used.ru_maxrss / 1024
+
+
 def main() -> None:
     """Record a run and time each command on it in a process of its own."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--against", metavar="SRC", help="src of another version")
+    chosen = parser.parse_args()
+    here = str(Path(buoy.__file__).parents[1])
+    sources = [str(Path(chosen.against).resolve())] if chosen.against else []
+    print(f"{chosen.steps:,} steps")
     with tempfile.TemporaryDirectory() as folder:
-        record(Path(folder, "run.buoy"), steps)
+        record(Path(folder, "run.buoy"), chosen.steps)
         for command in COMMANDS:
-            process = subprocess.Popen(  # noqa: S603 - our own command
-                [sys.executable, "-m", "buoy", *command],
-                cwd=folder,
-                stdout=subprocess.DEVNULL,
+            found = [used_by(command, folder, source) for source in (*sources, here)]
+            line = "; before: ".join(
+                f"{cpu:5.1f} s of CPU, {passed:5.1f} s, {memory:4.0f} MiB"
+                for cpu, passed, memory in reversed(found)
             )
-            _, status, used = os.wait4(process.pid, 0)
-            seconds = used.ru_utime + used.ru_stime
-            memory = used.ru_maxrss / 1024
-            failed = f", failed ({status})" if status else ""
-            name = " ".join(command)
-            print(f"{name:40s} {seconds:6.1f} s of CPU, {memory:5.0f} MiB{failed}")
+            ratio = f"; {found[0][0] / found[-1][0]:.1f} x" if sources else ""
+            print(f"{' '.join(command):40s} {line}{ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,25 @@ def test_histograms_that_unpack_to_gigabytes_are_refused(hostile):
         buoy.trace.load(hostile)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "INSERT INTO offenders VALUES ('x', 0)",
+        "UPDATE steps SET applied = 2 WHERE step = 0",
+        "UPDATE steps SET verdict = 'fate' WHERE step = 0",
+        "UPDATE steps SET time = 'x' WHERE step = 0",
+        "UPDATE steps SET scale = x'00' WHERE step = 0",
+        "UPDATE steps SET loss = 'inf' WHERE step = 0",
+    ],
+)
+def test_values_of_other_types_are_an_error_that_names_the_entry(hostile, change):
+    """SQLite lets any column hold anything."""
+    with sqlite3.connect(hostile) as file:
+        file.execute(change)
+    with pytest.raises(TraceError, match=r"the entry ('x'|0) of its table"):
+        buoy.trace.load(hostile)
+
+
 def pack_zeros() -> bytes:
     """Make a snapshot of 2,000 tensors with 4,000 empty binades each."""
     seen = Counts(low=-2000, counts=(0,) * 4000, size=9)

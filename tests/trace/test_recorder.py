@@ -4,6 +4,7 @@ import math
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import buoy.trace
 from buoy import TraceError, Verdict
-from buoy.trace import Counts, Recorder, Row, TraceWarning, recording
+from buoy.trace import Counts, Recorder, Row, TraceWarning, row_reader
 from buoy.trace.columns import Rows
 from buoy.trace.counts import pack, unpack
 
@@ -60,7 +61,7 @@ def test_rows_are_the_same_whatever_is_read_at_once(tmp_path, monkeypatch):
             bad = ("a", "b") if step == 4 else ()
             recorder.step(scale=2.0, applied=not bad, norm=norm, offenders=bad)
     whole = buoy.trace.load(path).rows
-    monkeypatch.setattr(recording, "_CHUNK", 2)
+    monkeypatch.setattr(row_reader, "_CHUNK", 2)
     parts = buoy.trace.load(path).rows
     assert repr(list(parts)) == repr(list(whole))
     assert repr([row.norm for row in whole]) == repr(norms)
@@ -70,6 +71,35 @@ def test_rows_are_the_same_whatever_is_read_at_once(tmp_path, monkeypatch):
         file.execute("UPDATE steps SET amax = 'x' WHERE step = 5")
     with pytest.raises(TraceError, match="the entry 5 of its table 'steps'"):
         buoy.trace.load(path)
+
+
+def test_rows_with_gaps_between_their_steps_keep_their_places(tmp_path):
+    """After a pause a run may go on at any step; flags and names stay with it."""
+    steps = [3, 4, 9, 2**40]
+    with Recorder(tmp_path / "run.buoy") as recorder:
+        for step in steps:
+            bad = ("a",) if step == 9 else ()
+            recorder.step(step=step, scale=2.0, applied=not bad, offenders=bad)
+    rows = buoy.trace.load(tmp_path / "run.buoy").rows
+    assert [row.step for row in rows] == steps
+    assert [row.applied for row in rows] == [True, True, False, True]
+    assert [row.offenders for row in rows] == [(), (), ("a",), ()]
+    assert buoy.trace.load(tmp_path / "run.buoy", after=4).rows[0].offenders == ("a",)
+
+
+def test_a_replay_takes_a_bounded_number_of_bytes_per_step(tmp_path):
+    """Rows are never held as objects: of a long run these would not fit."""
+    path, steps = tmp_path / "run.buoy", 50_000
+    with Recorder(path, queue=steps) as recorder:
+        for step in range(steps):
+            recorder.step(scale=8.0, applied=True, amax=2.0 ** -(step % 7), loss=1.5)
+    tracemalloc.start()
+    try:
+        buoy.replay(buoy.trace.read(path), ["torch", "headroom"])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak / steps < 160
 
 
 @settings(max_examples=20)

@@ -2,10 +2,11 @@
 
 import math
 import statistics
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, filterfalse
 from operator import sub
 
 from buoy._core.formats import FORMATS, Format
@@ -93,7 +94,8 @@ def sum_up(recording: Recording) -> Facts:
     rows = columns_of(recording.rows)
     missed = [rows[place] for place in rows.skipped]
     early = rows[min(int(_WARM_UP * len(rows)), _MOST_WARM_UP)].step if rows else 0
-    bits = [b for b in compress(rows.headroom, rows.applied) if not math.isnan(b)]
+    measured = compress(rows.headroom, rows.applied)
+    bits = array("d", filterfalse(math.isnan, measured))
     scales = rows.scale or [math.nan]
     blamed = Counter(name for row in missed for name in row.offenders)
     recent = rows[-window_of() :]
@@ -143,11 +145,11 @@ def _zeros(rows: Sequence[Row]) -> int:
 
 def _seconds(times: Sequence[float]) -> float:
     """Give the median time between steps: pauses for validation do not count."""
-    gaps = list(map(sub, times[1:], times))
+    gaps = array("d", map(sub, times[1:], times))
     return max(_median(gaps), 0.0) if gaps else math.nan
 
 
-def _median(values: list[float]) -> float:
+def _median(values: "array[float]") -> float:
     """Return the median; NumPy, where it is installed, finds it without sorting."""
     try:
         import numpy as np  # noqa: PLC0415
@@ -173,11 +175,12 @@ def share_points(recording: Recording) -> list[tuple[int, Shares]]:
     ]
     points = {step: found for step, found in looks if not found.nonfinite}
     rows = columns_of(recording.rows)
-    for step, applied, norm, amax in zip(
-        rows.step, rows.applied, rows.norm, rows.amax, strict=True
-    ):
-        if applied and (norm == 0.0 or amax == 0.0):
-            points[step] = Shares(1.0, 0.0, 0.0)
+    if 0.0 in rows.norm or 0.0 in rows.amax:
+        for step, applied, norm, amax in zip(
+            rows.step, rows.applied, rows.norm, rows.amax, strict=True
+        ):
+            if applied and (norm == 0.0 or amax == 0.0):
+                points[step] = Shares(1.0, 0.0, 0.0)
     return sorted(points.items()) or looks[:1]
 
 

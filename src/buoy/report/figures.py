@@ -1,7 +1,7 @@
 """The charts of a page: each a Bokeh figure over the steps, all zoomed together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from buoy._core.verdicts import VERDICTS, Verdict
@@ -10,23 +10,19 @@ from buoy.report.theme import ALARM, DASHES, INK, RUNS, coat, figure_of, soft
 from buoy.report.thin import thinned
 
 __all__ = [
-    "POWERS", "curves", "end_labels", "headroom_chart", "loss_charts", "scale_chart",
+    "curves", "end_labels", "headroom_chart", "loss_charts", "powers", "scale_chart",
 ]  # fmt: skip
 
-# Labels of whole exponents, in float64's range.  No script of ours formats them: the
-# page forbids to make code out of text.
 _RAISED = str.maketrans(
     "-0123456789",
     "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079",
 )
-POWERS = {k: f"2{str(k).translate(_RAISED)}" for k in range(-1100, 1101)}
 _LOG = 50.0  # times between the smallest and the largest: a logarithmic axis
 
 
 def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
     """Draw the scale of every run, and a mark wherever a step was skipped."""
     chart = figure_of("scale", x_range=x_range)
-    _powers(chart)
     ends = []
     for index, run in enumerate(runs):
         logs = _logs(run.rows.scale)
@@ -40,6 +36,7 @@ def scale_chart(runs: Sequence[Run], x_range: Any) -> Any:
     for index, run in enumerate(runs):
         _skips(chart, index, run, alone=len(runs) == 1)
     _ends(chart, runs, ends)
+    _powers(chart, ends)
     _legend(chart)
     return chart
 
@@ -248,10 +245,21 @@ def _plain(text: str) -> str:
     return escape(text.replace("@", "").replace("$", ""))
 
 
-def _powers(chart: Any) -> None:
+def powers(exponents: Iterable[int]) -> dict[int, str]:
+    """Return the labels of whole exponents.
+
+    No script of ours formats them: the page forbids to make code out of text.
+    """
+    return {k: f"2{str(k).translate(_RAISED)}" for k in exponents}
+
+
+def _powers(chart: Any, ends: Sequence[tuple[float, float]]) -> None:
     from bokeh.models import BasicTicker  # noqa: PLC0415
 
-    chart.yaxis.major_label_overrides = POWERS
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    beyond = 8 + (high - low) / 4  # the axis ends a little after the curves
+    shown = range(math.floor(low - beyond), math.ceil(high + beyond) + 1)
+    chart.yaxis.major_label_overrides = powers(shown)
     chart.yaxis.ticker = BasicTicker(min_interval=1.0, mantissas=[1, 2, 4, 5])
 
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from buoy._core.formats import FORMATS, Format
-from buoy.report.facts import share_points
-from buoy.report.figures import POWERS, curve, end_labels
+from buoy.report.figures import curve, end_labels, powers
 from buoy.report.run import Run
 from buoy.report.theme import ALARM, HEAT, INK, coat, figure_of, soft
 from buoy.report.thin import thinned
@@ -119,8 +118,9 @@ def _colour_bar(chart: Any, mapper: Any) -> None:
 def _axis(chart: Any) -> None:
     from bokeh.models import FixedTicker  # noqa: PLC0415
 
-    chart.yaxis.major_label_overrides = POWERS
-    chart.yaxis.ticker = FixedTicker(ticks=list(range(-40, 21, 4)))
+    ticks = list(range(-40, 21, 4))
+    chart.yaxis.major_label_overrides = powers(ticks)
+    chart.yaxis.ticker = FixedTicker(ticks=ticks)
     chart.ygrid.visible = False
 
 
@@ -159,7 +159,7 @@ def shares_chart(runs: Sequence[Run], x_range: Any) -> Any:
     chart.yaxis.axis_label = "% of the gradients"
     top = 1.0  # percent: less would be drawn as if it were much
     for index, run in enumerate(runs):
-        parts = share_points(run.recording)
+        parts = run.points
         if not parts:
             continue
         steps = [step for step, _ in parts]

@@ -4,12 +4,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import MissingBackendError, TraceError
 from buoy._core.policies.policy import Policy
-from buoy.report.facts import Facts, share_points
+from buoy.report.facts import Facts
 from buoy.report.markup import details, figure_box, section
 from buoy.report.parts import (
     about,
@@ -185,22 +186,22 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     )
     from buoy.report.heat import binades, has_map, heat_map, shares_chart  # noqa: PLC0415
 
-    low = min((min(run.rows.step) for run in runs if run.rows), default=0)
-    high = max((max(run.rows.step) for run in runs if run.rows), default=0) + 1
+    low = min((run.rows.step[0] for run in runs if run.rows), default=0)
+    high = max((run.rows.step[-1] for run in runs if run.rows), default=0) + 1
     margin = max((high - low) * 0.01, 0.5)
     names = 0.0 if len(runs) == 1 else 0.16 * (high - low)  # where the lines end
     x_range = Range1d(start=low - margin, end=high + margin + names, bounds="auto")
     if not any(run.rows for run in runs):
         return {}
     made = {"scale": scale_chart(runs, x_range)}
-    if any(not math.isnan(bits) for run in runs for bits in run.rows.headroom):
+    if not all(map(math.isnan, chain.from_iterable(r.rows.headroom for r in runs))):
         made["headroom"] = headroom_chart(runs, x_range)
     made |= {f"curve {n}": c for n, c in loss_charts(runs, x_range).items()}
     span = binades(runs)
     for i, run in enumerate(runs):
         if has_map(run):
             made[f"heat {i}"] = heat_map(run, span, x_range)
-    if any(share_points(run.recording) for run in runs):
+    if any(run.points for run in runs):
         made["shares"] = shares_chart(runs, x_range)
     return made
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from buoy._core.errors import TraceError
-from buoy.report.facts import Facts, sum_up
+from buoy.report.facts import Facts, Shares, share_points, sum_up
 from buoy.trace.columns import Rows, columns_of
 from buoy.trace.recording import Recording, load
 
@@ -54,6 +54,11 @@ class Run:
     def figures(self) -> Facts:
         """The summary of the run, computed once."""
         return sum_up(self.recording)
+
+    @cached_property
+    def points(self) -> list[tuple[int, Shares]]:
+        """Where the gradients lay, step by step, computed once."""
+        return share_points(self.recording)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of one of the further curves."""

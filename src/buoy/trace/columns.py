@@ -13,9 +13,9 @@ from typing import overload
 from buoy._core.state import Verdict
 from buoy.trace.row import Row
 
-__all__ = ["Rows", "columns_of"]
+__all__ = ["MEASURED", "Rows", "columns_of"]
 
-_MEASURED = ("norm", "amax", "loss")
+MEASURED = ("norm", "amax", "loss")
 
 
 class Rows(Sequence[Row]):
@@ -43,7 +43,7 @@ class Rows(Sequence[Row]):
         self.max_log2 = array("d")
         self.verdicts: dict[int, Verdict] = {}  # of the rows that have another
         self.offenders: dict[int, tuple[str, ...]] = {}
-        self.not_numbers: dict[str, set[int]] = {name: set() for name in _MEASURED}
+        self.not_numbers: dict[str, set[int]] = {name: set() for name in MEASURED}
         self._headroom: array[float] | None = None
 
     @classmethod
@@ -55,33 +55,19 @@ class Rows(Sequence[Row]):
         made.scale.extend(row.scale for row in rows)
         made.applied.extend(bool(row.applied) for row in rows)
         made.max_log2.extend(row.max_log2 for row in rows)
-        made.extend_measured(
-            0, [[getattr(row, name) for row in rows] for name in _MEASURED]
-        )
+        for name in MEASURED:
+            column = getattr(made, name)
+            for at, row in enumerate(rows):
+                value = getattr(row, name)
+                column.append(math.nan if value is None else value)
+                if value is not None and math.isnan(value):
+                    made.not_numbers[name].add(at)
         for at, row in enumerate(rows):
             if row.verdict is not Verdict.APPLIED:
                 made.verdicts[at] = row.verdict
             if row.offenders:
                 made.offenders[at] = row.offenders
         return made
-
-    def extend_measured(
-        self, start: int, columns: Sequence[Sequence[float | None]]
-    ) -> None:
-        """Add norms, largest gradients and losses, from the row `start` on."""
-        for name, values in zip(_MEASURED, columns, strict=True):
-            column: array[float] = getattr(self, name)
-            try:
-                column.extend(values)  # type: ignore[arg-type] # fails at None
-            except TypeError:
-                del column[start:]
-                column.extend(math.nan if v is None else v for v in values)
-            if any(map(math.isnan, column[start:])):
-                self.not_numbers[name].update(
-                    at
-                    for at, v in enumerate(values, start)
-                    if v is not None and math.isnan(v)
-                )
 
     def __len__(self) -> int:
         return len(self.step)

@@ -82,12 +82,14 @@ class Counts:
 
         Exact for whole numbers; within a binade, assumed to be uniform in log2.
         """
-        if not self.looked_at:
+        place, looked_at = log2 - self.low, self.looked_at
+        if not looked_at or not place > 0.0:
             return 0.0
-        under = 0.0
-        for i, count in enumerate(self.counts):
-            under += count * min(max(log2 - self.low - i, 0.0), 1.0)
-        return under / self.looked_at
+        if place >= len(self.counts):
+            return sum(self.counts) / looked_at
+        whole = int(place)
+        under = sum(self.counts[:whole]) + self.counts[whole] * (place - whole)
+        return under / looked_at
 
     @property
     def amax_log2(self) -> int | None:

@@ -58,10 +58,10 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 def _recorded(where: str) -> Trace:
     # Imported here: SQLite is slow to load.
-    from buoy.trace.recording import load  # noqa: PLC0415
+    from buoy.trace.recording import load_sizes  # noqa: PLC0415
     from buoy.trace.replayable import replayable  # noqa: PLC0415
 
-    return replayable(load(where))
+    return replayable(load_sizes(where))
 
 
 def _bytes(where: str) -> bytes:

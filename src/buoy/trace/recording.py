@@ -6,14 +6,10 @@ The file is data.  It is opened for reading only, its schema must be ours to the
 
 import contextlib
 import json
-import math
 import os
 import sqlite3
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,23 +17,17 @@ from urllib.parse import quote
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
 from buoy._core.replay.trace import FP16_MAX_LOG2
-from buoy._core.state import Verdict
-from buoy.trace.columns import Rows
-from buoy.trace.counts import Counts, Kind, unpack, unpacked_size
+from buoy.trace.counts import Counts, unpack, unpacked_size
 from buoy.trace.files import check_readable
 from buoy.trace.row import Row
+from buoy.trace.row_reader import COLUMNS, MOST_ROWS, Tensors, odd_entry, read_rows
 from buoy.trace.schema import APPLICATION, MAGIC, TABLES, VERSION
 
-__all__ = ["Recording", "Shot", "load"]
+__all__ = ["Recording", "Shot", "load", "load_sizes"]
 
-_MOST_ROWS = 20_000_000
 _MOST_SHOTS = 100_000
 _MOST_BLOB = 2**24
 _LEAST_UNPACKED = 2**26  # bytes; a file may unpack to this, or to 16 times its size
-# Of skips; one without a verdict counts as it does for `Recorder.step`.
-_VERDICTS = {verdict.value: verdict for verdict in Verdict if verdict != "applied"}
-_KNOWN_VERDICTS = {None, "applied", *_VERDICTS}
-_CHUNK = 2**16  # rows that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +78,9 @@ class Recording:
         return _max_log2(self.meta)
 
 
+Part = tuple[int, int]  # after which step, and how many at the most, the last ones
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -108,17 +101,23 @@ def load(
           ...
         buoy._core.errors.TraceError: There is no trace 'no/such.buoy'. ...
     """
-    where = os.fspath(path)
+    rows = (after, MOST_ROWS if latest is None else latest)
+    shots = (shots_after, _MOST_SHOTS if latest_shots is None else latest_shots)
+    return _loaded(os.fspath(path), rows, shots, COLUMNS)
+
+
+def load_sizes(path: str | os.PathLike[str]) -> Recording:
+    """Read what a replay needs: in the rows, times and norms are NaN."""
+    rows, shots = (-1, MOST_ROWS), (-1, _MOST_SHOTS)
+    return _loaded(os.fspath(path), rows, shots, ("scale", "amax", "loss"))
+
+
+def _loaded(where: str, rows: Part, shots: Part, columns: Sequence[str]) -> Recording:
     _check_head(where)
     try:
         with _opened(where) as file:
             _check_schema(where, file)
-            return _contents(
-                where,
-                file,
-                (after, _MOST_ROWS if latest is None else latest),
-                (shots_after, _MOST_SHOTS if latest_shots is None else latest_shots),
-            )
+            return _contents(where, file, rows, shots, columns)
     except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
         reason = str(error) or "a size in it is far too large"
         message = f"The trace {where!r} is damaged: {reason}. Record it again."
@@ -194,20 +193,24 @@ def _check_schema(where: str, file: sqlite3.Connection) -> None:
         raise TraceError(message)
 
 
-Part = tuple[int, int]  # after which step, and how many at the most, the last ones
-
-
 def _contents(
-    where: str, file: sqlite3.Connection, rows: Part, shots: Part
+    where: str,
+    file: sqlite3.Connection,
+    rows: Part,
+    shots: Part,
+    columns: Sequence[str],
 ) -> Recording:
     meta = _meta(where, file)
     tensors = _tensors(where, file)
+    after = _before_the_last(file, "steps", rows)
+    found = read_rows(where, file, after, tensors, _max_log2(meta), columns)
+    counted = len(found), found.applied.count(0)
     return Recording(
         path=where,
         meta=meta,
-        rows=_rows(where, file, rows, tensors, _max_log2(meta)),
+        rows=found,
         shots=_shots(where, file, shots, tensors),
-        counted=_counted(file, rows[0]),
+        counted=counted if len(found) < rows[1] else _counted(file, rows[0]),
     )
 
 
@@ -220,79 +223,23 @@ def _meta(where: str, file: sqlite3.Connection) -> dict[str, Any]:
     found = {}
     for key, value in file.execute("SELECT key, value FROM meta LIMIT 10000"):
         if type(key) is not str or type(value) is not str:
-            raise _odd(where, "meta", key)
+            raise odd_entry(where, "meta", key)
         try:
             found[key] = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise _odd(where, "meta", key) from error
+            raise odd_entry(where, "meta", key) from error
     return found
-
-
-Tensors = dict[int, tuple[str, int, Kind]]
 
 
 def _tensors(where: str, file: sqlite3.Connection) -> Tensors:
     found: Tensors = {}
     for number, name, size, kind in file.execute("SELECT * FROM tensors LIMIT 1000000"):
         if type(name) is not str or type(size) is not int:
-            raise _odd(where, "tensors", number)
+            raise odd_entry(where, "tensors", number)
         if kind not in ("weight", "activation"):
-            raise _odd(where, "tensors", number)
+            raise odd_entry(where, "tensors", number)
         found[number] = (name, size, kind)
     return found
-
-
-def _rows(
-    where: str,
-    file: sqlite3.Connection,
-    part: Part,
-    tensors: Tensors,
-    max_log2: float,
-) -> Rows:
-    accused: dict[int, list[str]] = {}
-    after = _before_the_last(file, "steps", part)
-    for step, number in file.execute(
-        "SELECT step, tensor FROM offenders WHERE step > ? LIMIT ?",
-        (after, _MOST_ROWS),
-    ):
-        if number not in tensors:
-            raise _odd(where, "offenders", step)
-        accused.setdefault(step, []).append(tensors[number][0])
-    cursor = file.execute(
-        "SELECT step, time, scale, applied, verdict, norm, amax, loss FROM steps "
-        "WHERE step > ? ORDER BY step LIMIT ?",
-        (after, _MOST_ROWS),
-    )
-    rows = Rows()
-    while chunk := cursor.fetchmany(_CHUNK):
-        _add(where, rows, list(zip(*chunk, strict=True)), accused)
-    rows.max_log2.extend(array("d", [max_log2]) * len(rows))
-    return rows
-
-
-def _add(
-    where: str,
-    rows: Rows,
-    columns: list[tuple[Any, ...]],
-    accused: dict[int, list[str]],
-) -> None:
-    """Add rows that were read, each column checked as a whole."""
-    steps, times, scales, applied, verdicts, *measured = columns
-    start = len(rows)
-    fine = set(map(type, times)) | set(map(type, scales)) == {float}
-    fine = fine and set(applied) <= {0, 1} and set(verdicts) <= _KNOWN_VERDICTS
-    if not fine:
-        raise _odd(where, "steps", _first_odd(columns))
-    rows.step.extend(steps)
-    rows.time.extend(times)
-    rows.scale.extend(scales)
-    rows.applied.extend(map(int, applied))
-    rows.extend_measured(start, [_numbers(where, steps, values) for values in measured])
-    for at in compress(range(len(steps)), map(not_, applied)):
-        rows.verdicts[start + at] = _VERDICTS.get(verdicts[at], Verdict.SCALE_TOO_HIGH)
-    if accused:
-        for at in compress(range(len(steps)), map(accused.__contains__, steps)):
-            rows.offenders[start + at] = tuple(accused[steps[at]])
 
 
 def _before_the_last(file: sqlite3.Connection, table: str, part: Part) -> int:
@@ -312,26 +259,6 @@ def _counted(file: sqlite3.Connection, after: int) -> tuple[int, int]:
     return steps, steps - int(applied)
 
 
-def _first_odd(columns: Sequence[Sequence[Any]]) -> Any:
-    for step, time, scale, applied, verdict, *_ in zip(*columns, strict=True):
-        fine = type(time) is float and type(scale) is float and applied in (0, 1)
-        if not fine or verdict not in _KNOWN_VERDICTS:
-            return step
-    return None
-
-
-def _numbers(
-    where: str, steps: Sequence[int], values: Sequence[Any]
-) -> Sequence[float | None]:
-    """Return a column that was measured; SQLite has no NaN, so it is a text."""
-    if set(map(type, values)) <= {float, type(None)}:
-        return values
-    for step, value in zip(steps, values, strict=True):
-        if not (value is None or type(value) is float or value == "nan"):
-            raise _odd(where, "steps", step)
-    return [math.nan if value == "nan" else value for value in values]
-
-
 def _shots(
     where: str, file: sqlite3.Connection, part: Part, tensors: Tensors
 ) -> list[Shot]:
@@ -343,7 +270,7 @@ def _shots(
         (after,),
     ):
         if type(scale) is not float or type(packed) is not bytes:
-            raise _odd(where, "histograms", step)
+            raise odd_entry(where, "histograms", step)
         try:
             seen = unpack(packed, tensors, left)
             left -= unpacked_size(seen)
@@ -358,10 +285,3 @@ def _most_unpacked(where: str) -> int:
     """Return how many bytes all histograms together may be, unpacked."""
     files = (Path(where), Path(f"{where}-wal"))
     return max(_LEAST_UNPACKED, 16 * sum(f.stat().st_size for f in files if f.exists()))
-
-
-def _odd(where: str, table: str, key: Any) -> TraceError:
-    return TraceError(
-        f"The trace {where!r} is damaged: the entry {key!r:.40} of its table {table!r} "
-        "is not what Buoy writes. Record it again."
-    )

@@ -10,6 +10,8 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import compress, count, pairwise
+from operator import ne
 
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS
@@ -57,18 +59,17 @@ def _sizes(rows: Rows, recording: Recording) -> "array[float]":
             "gradients was measured in none of its applied steps."
         )
         raise TraceError(message)
-    scale, limit = None, math.nan
-    known = zip(made, rows.scale, rows.applied, strict=True)
-    for step, (size, here, applied) in enumerate(known):
-        if here != scale:
-            scale = here
-            limit = recording.max_log2 - _finite_log2(scale)
-        if applied:
-            if size > limit:
-                made[step] = limit
-        elif VERDICTS[rows.verdicts.get(step, Verdict.APPLIED)].grave:
+    lost = [(step, made[step]) for step in rows.skipped]
+    moves = compress(count(1), map(ne, rows.scale, rows.scale[1:]))
+    for start, end in pairwise([0, *moves, len(rows)]):
+        limit = recording.max_log2 - _finite_log2(rows.scale[start])
+        if max(made[start:end]) > limit:
+            made[start:end] = array("d", [min(x, limit) for x in made[start:end]])
+    for step, size in lost:
+        if VERDICTS[rows.verdicts.get(step, Verdict.APPLIED)].grave:
             made[step] = math.inf
         else:
+            limit = recording.max_log2 - _finite_log2(rows.scale[step])
             made[step] = max(size, limit + _JUST_SO)
     return made
 
@@ -94,17 +95,13 @@ def _logs(values: Iterable[float]) -> "array[float]":
 
 def _filled(made: "array[float]") -> "array[float] | None":
     """Carry the last known value on, and the first known one back; NaN is unknown."""
-    isnan = math.isnan
-    if not any(map(isnan, made)):
-        return made
-    last = next((value for value in made if not isnan(value)), None)
-    if last is None:
+    unknown = list(compress(count(), map(math.isnan, made)))
+    if len(unknown) == len(made):
         return None
-    for step, value in enumerate(made):
-        if isnan(value):
-            made[step] = last
-        else:
-            last = value
+    if unknown and unknown[0] == 0:
+        made[0] = next(value for value in made if not math.isnan(value))
+    for step in unknown:
+        made[step] = made[max(step - 1, 0)]
     return made
 
 

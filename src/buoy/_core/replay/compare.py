@@ -8,6 +8,8 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, count, islice
+from operator import mul, ne
 
 from buoy._core.ops import PLAIN
 from buoy._core.policies.policy import Policy
@@ -142,14 +144,19 @@ def _oracle(judge: "_Judge") -> Replayed:
     trace = judge.trace
     starts, exponents, lost = array("q"), array("d"), array("q")
     fits = judge.best.exponents
-    best = next((best for best in fits if best is not None), 0)
-    for step, here in enumerate(fits):
-        if not trace.amax_log2[step] < math.inf:
-            lost.append(step)
-        if not starts or (here is not None and here != best):
-            best = best if here is None else here
-            starts.append(step)
-            exponents.append(best)
+    if judge.best.complete:
+        starts.append(0)
+        starts.extend(compress(count(1), map(ne, fits, islice(fits, 1, None))))
+        exponents.extend(map(fits.__getitem__, starts))
+    else:
+        best = next((best for best in fits if best is not None), 0)
+        for step, here in enumerate(fits):
+            if not trace.amax_log2[step] < math.inf:
+                lost.append(step)
+            if not starts or (here is not None and here != best):
+                best = best if here is None else here
+                starts.append(step)
+                exponents.append(best)
     went = Walk(
         steps=len(trace),
         starts=starts,
@@ -216,26 +223,33 @@ class _Judge:
         return low / known, high / known
 
     def _underflow(self, went: Walk) -> tuple[float | None, float | None]:
-        trace = self.trace
-        sums, counts = [0.0, 0.0], [0, 0]
-        kinds = (
-            _at_cuts(trace.weight_histograms, self.cuts),
-            _at_cuts(trace.activation_histograms, self.cuts),
-        )
-        if not self.cuts:
-            return None, None
-        for start, end, exponent, cut, lost in went.stretches(self.cuts):
-            used = end - start - len(lost)
-            for kind, histograms in enumerate(kinds):
-                histogram = histograms[cut]
-                if used and histogram is not None:
-                    sums[kind] += used * histogram.below(trace.zero_log2 - exponent)
-                    counts[kind] += used
+        trace, cuts = self.trace, self.cuts
         weights, activations = (
-            total / used if used else None
-            for total, used in zip(sums, counts, strict=True)
+            _mean_underflow(went, cuts, _at_cuts(kind, cuts), trace.zero_log2)
+            for kind in (trace.weight_histograms, trace.activation_histograms)
         )
         return weights, activations
+
+
+def _mean_underflow(
+    went: Walk,
+    cuts: Sequence[int],
+    histograms: Sequence[Histogram | None],
+    zero_log2: float,
+) -> float | None:
+    """Return the mean share of the gradients that underflow in applied steps."""
+    if not any(histograms):
+        return None
+    total, steps = 0.0, 0
+    for (used, exponents), histogram in zip(
+        went.between(cuts), histograms, strict=True
+    ):
+        if histogram is not None:
+            below = {log2: histogram.below(zero_log2 - log2) for log2 in {*exponents}}
+            for applied, log2 in zip(used, exponents, strict=True):
+                total += applied * below[log2]
+            steps += sum(used)
+    return total / steps if steps else None
 
 
 def _at_cuts(
@@ -250,5 +264,4 @@ def _at_cuts(
 
 
 def _mean_log2(went: Walk) -> float:
-    total = math.fsum((end - start) * log2 for start, end, log2 in went.runs())
-    return total / went.steps
+    return math.fsum(map(mul, went.lengths(), went.exponents)) / went.steps

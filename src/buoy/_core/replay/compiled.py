@@ -4,18 +4,26 @@
 field of the state, and these become the body of a loop without objects and calls.  The
 operations are those of `PLAIN`, in the same order, so every state is the same bit for
 bit.  Only rules without branches on values can be derived: those that JAX can trace.
+Their scales must be powers of two, computed by `exp2`.
+
+Three things make the loop short.  What depends on the scale alone is computed where the
+scale changes.  What depends on the loss alone is computed for whole columns.  A finite
+step after a finite step has a body of its own, in which the fields that every finite
+step sets to the same number are constants.
 """
 
 import math
+import re
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from itertools import chain, count, cycle, tee
 from operator import add, and_, eq, floordiv, ge, gt, le, lt, mul, or_, sub, truediv
 from typing import Any
 
 from buoy._core.bounds import Bounds
-from buoy._core.ops import PLAIN
+from buoy._core.ops import PLAIN, Ops
 from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
 from buoy._core.step import MEASUREMENTS
@@ -50,9 +58,23 @@ def _operator(kind: str, *, swapped: bool = False) -> Callable[[Any, Any], Any]:
     def operate(one: Any, other: Any) -> Any:
         if kind in ("and", "or") and isinstance(other, bool):
             return one if other == (kind == "and") else other
-        return _Symbol(kind, other, one) if swapped else _Symbol(kind, one, other)
+        if kind == "*" and not isinstance(other, _Symbol) and other == 1.0:
+            return one
+        parts = (other, one) if swapped else (one, other)
+        known = {_BINARY[kind](*each) for each in _branches(*parts)}
+        return known.pop() if len(known) == 1 else _Symbol(kind, *parts)
 
     return operate
+
+
+def _branches(*parts: Any) -> list[tuple[Any, Any]]:
+    """Return the possible operands if one is a `where` of two numbers, else nothing."""
+    for at, part in enumerate(parts):
+        if isinstance(part, _Symbol) and part.kind == "where":
+            chosen, other = part.parts[1:], parts[1 - at]
+            if not any(isinstance(x, _Symbol) for x in (*chosen, other)):
+                return [(x, other) if at == 0 else (other, x) for x in chosen]
+    return []
 
 
 for _kind, _function in _BINARY.items():
@@ -77,12 +99,70 @@ class _Tracing:
         return _Symbol("exp2", x) if isinstance(x, _Symbol) else PLAIN.exp2(x)
 
     def floor(self, x: Any, /) -> Any:
-        return _Symbol("floor", x) if isinstance(x, _Symbol) else PLAIN.floor(x)
+        if not isinstance(x, _Symbol):
+            return PLAIN.floor(x)
+        if x.kind == "/" and _is_power(x.parts[1]):
+            return _Symbol("floor", x.parts[0], float(x.parts[1]))
+        return _Symbol("floor", x, 1.0)
 
     def cast(self, x: Any, precision: Any, /) -> Any:
         if not isinstance(x, _Symbol):
             return PLAIN.cast(x, precision)
         return _Symbol("cast", x) if precision == "float32" else x
+
+
+def _is_power(x: Any) -> bool:
+    """Return whether x is a power of two: dividing by it is exact."""
+    return isinstance(x, (int, float)) and math.frexp(x)[0] == 0.5
+
+
+class _Columns:
+    """What depends on the loss alone, by name, to be computed for many steps at once.
+
+    Without NumPy only the loss itself.
+    """
+
+    def __init__(self, ops: Ops | None) -> None:
+        self.ops = ops
+        self.names: dict[_Symbol, str] = {}
+
+    def name(self, value: _Symbol) -> str | None:
+        """Return the name of a column, or None if this is none."""
+        whole = self.ops is not None or value.kind == "input"
+        if not whole or value.inputs != {"loss"}:
+            return None
+        return self.names.setdefault(value, f"c{len(self.names)}")
+
+    def of(self, losses: Iterable[list[float]]) -> list[Iterator[float]]:
+        """Return the columns, from blocks of losses."""
+        return [
+            chain.from_iterable(self._column(value, block) for block in blocks)
+            for value, blocks in zip(
+                self.names, tee(losses, len(self.names)), strict=True
+            )
+        ]
+
+    def _column(self, value: _Symbol, losses: list[float]) -> Iterable[float]:
+        if value.kind == "input":
+            return losses
+        made: list[float] = self._computed(value, losses, {}).tolist()
+        return made
+
+    def _computed(self, value: Any, losses: list[float], done: dict[Any, Any]) -> Any:
+        if not isinstance(value, _Symbol):
+            return value
+        if value not in done:
+            parts = [self._computed(part, losses, done) for part in value.parts]
+            done[value] = self._applied(value.kind, parts, losses)
+        return done[value]
+
+    def _applied(self, kind: str, parts: list[Any], losses: list[float]) -> Any:
+        ops: Any = self.ops
+        if kind == "input":
+            return ops.column(losses)
+        if kind == "floor":
+            return ops.floor(parts[0] / parts[1])
+        return (_BINARY.get(kind) or getattr(ops, kind))(*parts)
 
 
 class _Writer:
@@ -91,8 +171,11 @@ class _Writer:
     What depends on the scale alone goes to `held`, if given: text to variable.
     """
 
-    def __init__(self, wanted: list[Any], held: dict[str, str] | None) -> None:
+    def __init__(
+        self, wanted: list[Any], held: dict[str, str] | None, columns: _Columns
+    ) -> None:
         self.held = held
+        self.columns = columns
         self.lines: list[str] = []
         self.names: dict[_Symbol, str] = {}
         self.uses: Counter[_Symbol] = Counter()
@@ -110,8 +193,9 @@ class _Writer:
     def text(self, value: Any) -> str:
         if not isinstance(value, _Symbol):
             return repr(value)
-        if value.kind == "input":
-            return str(value.parts[0])
+        column = self.columns.name(value)
+        if value.kind == "input" or column:
+            return column or str(value.parts[0])
         if value in self.names:
             return self.names[value]
         written = self._written(value)
@@ -128,6 +212,8 @@ class _Writer:
 
     def _written(self, value: _Symbol) -> str:
         parts = [self.text(part) for part in value.parts]
+        if value.kind == "/" and _is_power(value.parts[1]):
+            return f"({parts[0]} * {1.0 / value.parts[1]!r})"  # faster, and the same
         if value.kind in _BINARY:
             return f"({parts[0]} {value.kind} {parts[1]})"
         if value.kind == "where":
@@ -142,113 +228,150 @@ class _Writer:
         if value.kind == "log2":
             return f"(log2(x) if (x := {parts[0]}) > 0 else plain_log2(x))"
         # Of what is not finite, `//` makes NaN.
-        return f"(y if (y := (x := {parts[0]}) // 1.0) == y else x)"
+        return f"(y if (y := (x := {parts[0]}) // {parts[1]}) == y else x)"
 
 
 _LOOP = """
 def loop(
-    state, sizes, losses, enter, small, starts, exponents, skipped,
+    state, s_power, sizes, losses, enter, small, starts, exponents, skipped,
     *, inf=inf, log2=log2, single=single,
 ):
     {state}, = state
-    before, step = None, 0
-    for step, amax in enumerate(sizes):
+    before, step, entered = None, 0, {{}}
+    for {each} in zip({columns}):
         {foresee}
-        if s_scale != before:
-            if not {low!r} <= s_scale <= {high!r}:
+        if s_power != before:
+            if not {low!r} <= s_power <= {high!r}:
                 return None
-            before = s_scale
-            exponent, limit = enter(s_scale)
-            {entered}
+            before = s_power
+            if s_power not in entered:
+                s_scale = 2.0 ** s_power
+                exponent, limit = enter(s_scale)
+                {entered}
+                entered[s_power] = {held},
+            {held}, = entered[s_power]
             starts.append(step)
             exponents.append(exponent)
         if amax <= limit:
             scaled = amax + exponent
             if scaled < {zero!r}:
                 scaled = -inf
-            share = small(step, exponent) if step % {every} == {phase} else None
+            share = small(step, exponent) if due else None
             if share is not None:
                 {measured}
+            elif {again}:
+                {usual}
             else:
                 {finite}
         else:
             skipped.append(step)
             {overflow}
-        if not {low!r} <= s_scale <= {high!r}:
+        if not {low!r} <= s_power <= {high!r}:
             return None
-    return s_scale
+    return 2.0 ** s_power
 """
 
 
 def compiled(
-    policy: Policy, bounds: Bounds, zero_log2: float, *, with_loss: bool
-) -> Callable[..., float | None]:
+    policy: Policy,
+    bounds: Bounds,
+    zero_log2: float,
+    *,
+    with_loss: bool,
+    ops: Ops | None = None,
+) -> tuple[Callable[..., float | None], _Columns]:
     """Return the loop of a policy: it appends where the scale moves and what is lost.
 
-    It takes the first state's values, the sizes, the losses (not their logarithms), a
-    function from a scale to its exponent and limit, one for the share of small
-    gradients, and the three arrays to append to.  It returns the last scale, or None if
-    a scale left the policy's bounds: then only the definition can tell what follows.
+    It takes the first state's values, the first scale's exponent, the sizes, what the
+    second result makes of the losses (not of their logarithms), a function from a scale
+    to its exponent and limit, one for the share of small gradients, and the three
+    arrays to append to.  It returns the last scale, or None if a scale left the
+    policy's bounds: then only the definition can tell what follows.
+
+    `ops` computes columns, with `PLAIN`'s results bit for bit.
 
     Example:
         >>> from buoy import Headroom
         >>> from buoy._core.bounds import bounds_of
         >>> policy = Headroom()
-        >>> loop = compiled(policy, bounds_of(policy), -25.0, with_loss=False)
+        >>> loop, _ = compiled(policy, bounds_of(policy), -25.0, with_loss=False)
         >>> loop.__name__
         'loop'
     """
     names = [field.name for field in fields(policy.init())]
     state = type(policy.init())(*(_Symbol("input", f"s_{name}") for name in names))
     amax, share = _Symbol("input", "scaled"), _Symbol("input", "share")
-    ops, due = _Tracing(), MEASUREMENTS["underflow"]
-
+    tracing, due = _Tracing(), MEASUREMENTS["underflow"]
     held: dict[str, str] = {}
+    columns = _Columns(ops)
 
-    def update(seen: Seen, indent: int) -> str:
-        return _body(state, policy.update(state, seen, ops=ops), indent, held)
+    def update(before: Any, seen: Seen, indent: int) -> str:
+        after = policy.update(before, seen, ops=tracing)
+        return _body(before, after, indent, held, columns)
 
     foresee = "pass"
     if with_loss:
-        after = policy.foresee(state, _Symbol("input", "loss"), ops=ops)
-        foresee = _body(state, after, 8, None)
-    bodies = {
-        "measured": update(Seen(True, amax, share), 16),
-        "finite": update(Seen(True, amax), 16),
-        "overflow": update(Seen(False, math.inf), 12),
-    }
+        after = policy.foresee(state, _Symbol("input", "loss"), ops=tracing)
+        foresee = _body(state, after, 8, None, columns)
+    after = policy.update(state, Seen(True, amax), ops=tracing)
+    same = {name: x for name in names if type(x := getattr(after, name)) is float}
+    usual = replace(state, **same)
     source = _LOOP.format(
         state=", ".join(f"s_{name}" for name in names),
         foresee=foresee,
+        measured=update(state, Seen(True, amax, share), 16),
+        finite=update(state, Seen(True, amax), 16),
+        again=" and ".join(f"s_{name} == {x!r}" for name, x in same.items()) or "False",
+        usual=update(usual, Seen(True, amax), 16),
+        overflow=update(state, Seen(False, math.inf), 12),
         entered="; ".join(f"{name} = {text}" for text, name in held.items()) or "pass",
-        **bodies,
-        low=bounds.low,
-        high=bounds.high,
+        held=", ".join(["exponent", "limit", *held.values()]),
+        low=math.log2(bounds.low),
+        high=math.log2(bounds.high),
         zero=zero_log2,
-        every=due.every,
-        phase=due.phase,
+        each=", ".join(["step", "amax", "due", *columns.names.values()]),
+        columns="count(), sizes, cycle(dues), *losses",
     )
-    if with_loss:
-        source = source.replace(
-            "step, amax in enumerate(sizes)",
-            "step, (amax, loss) in enumerate(zip(sizes, losses))",
-        )
     known: dict[str, Any] = {
         "inf": math.inf, "nan": math.nan, "log2": math.log2, "plain_log2": PLAIN.log2,
-        "single": array("f", [0.0]),
+        "single": array("f", [0.0]), "count": count, "cycle": cycle,
+        "dues": [due.due(turn) for turn in range(due.every)],
     }  # fmt: skip
     exec(source, known)  # noqa: S102 - text of our own rule's operations, see above
     made: Callable[..., float | None] = known["loop"]
-    return made
+    return made, columns
 
 
-def _body(before: Any, after: Any, indent: int, held: dict[str, str] | None) -> str:
+def _body(
+    before: Any, after: Any, indent: int, held: dict[str, str] | None, columns: _Columns
+) -> str:
     """Return the statements that take one state to the next."""
     moved = {
-        f"s_{field.name}": getattr(after, field.name)
+        f"s_{field.name}": new
         for field in fields(before)
-        if getattr(after, field.name) is not getattr(before, field.name)
+        if not _same(new := getattr(after, field.name), getattr(before, field.name))
     }
-    writer = _Writer(list(moved.values()), held)
-    lines = [*writer.lines, f"{', '.join(moved)} = {', '.join(writer.texts)}"]
+    moved["s_power"] = moved.pop("s_scale").parts[0]
+    writer = _Writer(list(moved.values()), held, columns)
+    lines = [*writer.lines, *_assigned(dict(zip(moved, writer.texts, strict=True)))]
     return ("\n" + " " * indent).join(lines)
+
+
+def _assigned(texts: dict[str, str]) -> Iterator[str]:
+    """Yield assignments, each after all that read what it overwrites."""
+    read = {name: set(re.findall(r"s_\w+", text)) for name, text in texts.items()}
+    while texts:
+        free = [
+            name
+            for name in texts
+            if not any(name in read[other] for other in texts if other != name)
+        ]
+        if not free:
+            yield f"{', '.join(texts)} = {', '.join(texts.values())}"
+            return
+        for name in free:
+            yield f"{name} = {texts.pop(name)}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) is float and one == other)

@@ -4,6 +4,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from buoy._core.replay.trace import Trace
 
@@ -24,14 +25,13 @@ class Best:
     """
 
     def __init__(self, trace: Trace) -> None:
-        limit, floor, infinity = trace.max_log2, math.floor, math.inf
-        self.exponents = [
-            floor(limit - amax) if -infinity < amax < infinity else None
-            for amax in trace.amax_log2
-        ]
-        known = (best is not None for best in self.exponents)
-        self._counts = array("q", accumulate(known, initial=0))
-        sizes = (best or 0 for best in self.exponents)
+        self.exponents, self.complete = _exponents(trace)
+        self._counts: Sequence[int] = range(len(trace) + 1)
+        sizes = self.exponents
+        if not self.complete:
+            known = (best is not None for best in self.exponents)
+            self._counts = array("q", accumulate(known, initial=0))
+            sizes = [best or 0 for best in self.exponents]
         self._sums = array("d", accumulate(sizes, initial=0))
 
     def known(self, start: int, end: int) -> int:
@@ -42,8 +42,8 @@ class Best:
         self, start: int, end: int, exponent: float, lost: Sequence[int]
     ) -> float:
         """Return the sum of log2 distances by which applied steps were too low."""
-        known = self._counts[end] - self._counts[start]
-        total = self._sums[end] - self._sums[start]
+        known: int = self._counts[end] - self._counts[start]
+        total: float = self._sums[end] - self._sums[start]
         for step in lost:
             best = self.exponents[step]
             if best is not None:
@@ -58,3 +58,15 @@ class Best:
         whole = math.ceil(exponent) if math.isfinite(exponent) else exponent
         found = (self.exponents[step] for step in lost)
         return float(sum(max(0, whole - best) for best in found if best is not None))
+
+
+def _exponents(trace: Trace) -> tuple[list[Any], bool]:
+    """Return the best exponents, and whether every step has one."""
+    limit, floor, infinity = trace.max_log2, math.floor, math.inf
+    try:
+        return [floor(limit - amax) for amax in trace.amax_log2], True
+    except (OverflowError, ValueError):  # of infinity, of NaN
+        return [
+            floor(limit - amax) if -infinity < amax < infinity else None
+            for amax in trace.amax_log2
+        ], False

@@ -182,6 +182,8 @@ def _floats(values: Iterable[float], field_name: str) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError) as error:
         message = f"`{field_name}` must hold one number per step: {error}."
         raise TraceError(message) from error
+    if max(map(abs, numbers), default=0.0) <= _WILD:  # also if some are NaN
+        return numbers
     finite = list(filter(math.isfinite, numbers))
     for number in (min(finite, default=0.0), max(finite, default=0.0)):
         if abs(number) > _WILD:

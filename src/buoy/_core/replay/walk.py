@@ -11,11 +11,14 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
+from itertools import pairwise
+from operator import sub
 from typing import Any
 
 from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import ScaleCollapsedError
-from buoy._core.ops import PLAIN
+from buoy._core.ops import PLAIN, Ops
 from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.policy import Policy
 from buoy._core.replay.compiled import compiled
@@ -27,6 +30,8 @@ __all__ = ["Walk", "log2_of", "walk"]
 
 _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
+_LONG = 2**17  # steps; for fewer, it takes longer to import NumPy than it saves
+_BLOCK = 2**14  # steps
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,6 +55,28 @@ class Walk:
         starts, last = self.starts, len(self.starts) - 1
         for i, exponent in enumerate(self.exponents):
             yield starts[i], starts[i + 1] if i < last else self.steps, exponent
+
+    def lengths(self) -> Iterator[int]:
+        """Yield the number of steps of every run."""
+        return map(sub, (*self.starts[1:], self.steps), self.starts)
+
+    def between(
+        self, cuts: Sequence[int]
+    ) -> Iterator[tuple[list[int], "array[float]"]]:
+        """Yield what is before the first cut, and after each: steps, log2 of the scale.
+
+        The steps are those of each run that were applied.
+        """
+        edges = [0, *(min(cut, self.steps) for cut in cuts), self.steps]
+        for start, end in pairwise(edges):
+            first = bisect_right(self.starts, start)
+            last = bisect_left(self.starts, end, first) if start < end else first - 1
+            begins = [start, *self.starts[first:last], end][: last - first + 2]
+            used = list(map(sub, begins[1:], begins))
+            lost = self.skipped
+            for at in range(bisect_left(lost, start), bisect_left(lost, end)):
+                used[bisect_right(begins, lost[at]) - 1] -= 1
+            yield used, self.exponents[first - 1 : last]
 
     def stretches(
         self, cuts: Sequence[int]
@@ -209,9 +236,14 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
 
 def _walk_compiled(policy: Headroom, trace: Trace) -> Walk | None:
     """Return the same as `_walk_seeing`, or None if the rule is needed itself."""
-    bounds = bounds_of(policy)
-    known = trace.loss_log2 is not None
-    loop = compiled(policy, bounds, trace.zero_log2, with_loss=known)
+    losses = trace.loss_log2
+    loop, columns = compiled(
+        policy,
+        bounds_of(policy),
+        trace.zero_log2,
+        with_loss=losses is not None,
+        ops=_column_ops() if len(trace) >= _LONG else None,
+    )
     starts, exponents, skipped = array("q"), array("d"), array("q")
 
     def enter(scale: float) -> tuple[float, float]:
@@ -220,9 +252,17 @@ def _walk_compiled(policy: Headroom, trace: Trace) -> Walk | None:
 
     first = initial(policy)
     values = [getattr(first, field.name) for field in fields(first)]
-    moving = starts, exponents, skipped
-    sizes, losses = trace.amax_log2, map(PLAIN.exp2, trace.loss_log2 or ())
-    last = loop(values, sizes, losses, enter, _small(trace), *moving)
+    last = loop(
+        values,
+        log2_of(first.scale),
+        trace.amax_log2,
+        columns.of(_powers(losses or ())),
+        enter,
+        _small(trace),
+        starts,
+        exponents,
+        skipped,
+    )
     if last is None:
         return None
     return Walk(
@@ -233,6 +273,24 @@ def _walk_compiled(policy: Headroom, trace: Trace) -> Walk | None:
         first_scale=first.scale,
         final_scale=last,
     )
+
+
+def _column_ops() -> Ops | None:
+    try:
+        made: Ops = import_module("buoy._backends.numpy").columns()
+    except ImportError:
+        return None
+    return made
+
+
+def _powers(logs: Sequence[float]) -> Iterator[list[float]]:
+    """Yield `exp2` of all numbers, in blocks."""
+    for start in range(0, len(logs), _BLOCK):
+        block = logs[start : start + _BLOCK]
+        try:
+            yield list(map((2.0).__pow__, block))
+        except OverflowError:
+            yield list(map(PLAIN.exp2, block))
 
 
 def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
