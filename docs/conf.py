@@ -36,6 +36,8 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"Buoy {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 exclude_patterns = ["_build"]
 nitpicky = False
 
