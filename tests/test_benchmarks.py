@@ -48,6 +48,7 @@ ELSEWHERE = {
     "headroom.worlds": "test_headroom_worlds.py",
     "headroom_ablation": "test_headroom.py",
     "headroom_vs_torch": "test_headroom.py",
+    "peers": "test_site.py",
 }
 
 

@@ -177,6 +177,19 @@ def test_the_table_of_presets_is_what_the_command_prints():
     assert rows() == shown
 
 
+@pytest.mark.slow
+def test_the_comparison_shows_what_the_scalers_do():
+    """Every row that `benchmarks/peers.py` prints, as the scalers do it now."""
+    for name in ("torch", "flax", "jmp"):
+        pytest.importorskip(name)
+    peers = importlib.import_module("benchmarks.peers")
+    text = (ROOT / "docs" / "why" / "comparison.md").read_text()
+
+    assert [] == [row for row in peers.rows() if row not in text]
+    assert {"flax": "2^-126", "jmp": "2^0", "buoy": "2^-24"} == peers.minima()
+    assert "(`2^-126`, and `2^0` although 2^-10 was asked for)" in text
+
+
 # -- the reference --------------------------------------------------------------------
 
 REFERENCE = ROOT / "docs" / "reference"

@@ -1,0 +1,217 @@
+"""Run torch's, flax' and jmp's scalers beside Buoy's, and print where they differ.
+
+    python benchmarks/peers.py      # rows of docs/why/comparison.md
+
+Every cell is what the installed version did just now, on a CPU.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+import torch
+from flax.training.dynamic_scale import DynamicScale
+
+import buoy.jax
+import buoy.torch
+
+Scaler = type[torch.amp.GradScaler]
+TORCH, BUOY = torch.amp.GradScaler, buoy.torch.GradScaler
+INF, NAN = math.inf, math.nan
+
+
+def power(scale: float) -> str:
+    """Write a scale as a power of two."""
+    return f"2^{math.log2(scale):.0f}" if scale > 0 else "0"
+
+
+def train(
+    scaler: torch.amp.GradScaler, factors: list[float], **parts: Any
+) -> torch.nn.Module:
+    """Train as torch's documentation does; each loss is multiplied by a factor."""
+    torch.manual_seed(0)
+    model = parts.get("model") or torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    parts.get("prepare", lambda *_: None)(model, scheduler)
+    for factor in factors:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4) * parts.get("inputs", 1.0)).square().mean()
+        scaler.scale(loss * factor).backward()
+        if parts.get("clip"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if parts.get("schedule"):
+            scheduler.step()
+    return model
+
+
+def collapsed_scale(kind: Scaler) -> str:
+    """Give the scale after 200 NaN losses, and whether there was a word about it."""
+    scaler = kind("cpu")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(scaler, [NAN] * 200)
+    message = "a warning" if said else "no message"
+    return f"{power(scaler.get_scale())}, {message}"
+
+
+def weights_after(kind: Scaler) -> str:
+    """Take a finite step where the scale has fallen as far as it goes."""
+    scaler = kind("cpu", init_scale=2.0**-20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = train(scaler, [NAN] * 110 + [1.0])
+    return "finite" if bool(model.weight.isfinite().all()) else "NaN"
+
+
+def schedule(kind: Scaler) -> str:
+    """Count how far a scheduler is ahead after one skipped step."""
+    scaler, held = kind("cpu"), []
+
+    def gate(_: torch.nn.Module, scheduler: Any) -> None:
+        held.append(scheduler)
+        if isinstance(scaler, BUOY):
+            scaler.gate(scheduler)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(scaler, [INF, 1.0], prepare=gate, schedule=not isinstance(scaler, BUOY))
+    ahead = held[0].last_epoch - 1
+    how = " with `scaler.gate(...)`" if isinstance(scaler, BUOY) else ""
+    return f"{ahead} step{'s'[: ahead != 1]} ahead{how}"
+
+
+def buffers(kind: Scaler) -> str:
+    """Look at BatchNorm's running mean after a skipped batch that was inf."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    scaler = kind("cpu")
+
+    def guard(net: torch.nn.Module, _: Any) -> None:
+        if isinstance(scaler, BUOY):
+            scaler.guard(net)
+
+    train(scaler, [1.0], model=model, prepare=guard, inputs=INF)
+    mean = model[0].running_mean
+    how = " with `scaler.guard(model)`" if isinstance(scaler, BUOY) else ""
+    return f"{'finite' if bool(mean.isfinite().all()) else 'not finite'}{how}"
+
+
+def clipped_scaled(kind: Scaler) -> str:
+    """Clip gradients that are still multiplied by the scale."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(kind("cpu"), [1.0] * 5, clip=True)
+    return "a warning" if said else "no message"
+
+
+def half_parameters(kind: Scaler) -> str:
+    """Train FP16 parameters."""
+    net = torch.nn.Linear(4, 1).half()
+    scaler = kind("cpu", **({} if kind is TORCH else {"model": net}))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler.scale(net(torch.ones(1, 4).half()).float().sum()).backward()
+    try:
+        scaler.step(optimizer)
+    except ValueError as error:
+        return f"an error {'with' if '`weight`' in str(error) else 'without'} the names"
+    return "applied"
+
+
+def closures(kind: Scaler) -> str:
+    """Pass a closure to LBFGS by position: how large are its gradients?"""
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer, seen = torch.optim.LBFGS([weight], lr=0.1, max_iter=1), []
+    scaler = kind("cpu")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    gather = optimizer._gather_flat_grad
+    optimizer._gather_flat_grad = lambda: seen.append(gather()) or seen[-1]
+    if kind is TORCH:
+        closure()
+    scaler.step(optimizer, closure)
+    factor = float(seen[-1][0]) / 2.0
+    return "unscaled" if factor == 1.0 else f"multiplied by {factor:.0f}"
+
+
+def complex_gradients(kind: Scaler) -> str:
+    """Step with a complex parameter."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = kind("cpu")
+    scaler.scale(weight.abs().sum()).backward()
+    try:
+        scaler.step(optimizer)
+    except NotImplementedError as error:
+        return f"`{type(error).__name__}`"
+    return "supported"
+
+
+PYTORCH: dict[str, Callable[[Scaler], str]] = {
+    "200 losses in a row are NaN: the scale": collapsed_scale,
+    "the weights after the next finite step": weights_after,
+    "one skipped step: the scheduler": schedule,
+    "one skipped step: BatchNorm's running mean": buffers,
+    "clipping gradients that are still scaled": clipped_scaled,
+    "FP16 parameters": half_parameters,
+    "gradients that LBFGS gets with a closure, by position": closures,
+    "complex gradients": complex_gradients,
+}
+
+
+def after_overflows(update: Callable[[Any], Any], state: Any, count: int = 200) -> Any:
+    """Apply a jitted update many times."""
+    for _ in range(count):
+        state = update(state)
+    return state
+
+
+def flax_minimum() -> str:
+    """Give flax' scale after 200 overflows."""
+    step = jax.jit(lambda s: s.value_and_grad(lambda w: w * jnp.inf)(1.0)[0])
+    return power(float(after_overflows(step, DynamicScale()).scale))
+
+
+def jmp_minimum() -> str:
+    """Give jmp's scale after 200 overflows, with a minimum of 2^-10, under `jit`."""
+    start = jmp.DynamicLossScale(
+        jnp.float32(2.0**15), min_loss_scale=jnp.float32(2.0**-10)
+    )
+    step = jax.jit(lambda s: s.adjust(jnp.array(False)))
+    return power(float(after_overflows(step, start).loss_scale))
+
+
+def buoy_minimum() -> str:
+    """Give the scale of `loss_scaled` after 200 overflows."""
+    tx = buoy.jax.loss_scaled(optax.sgd(0.1), "backoff")
+    grad = buoy.jax.value_and_grad(lambda w: jnp.sum(w) * jnp.inf)
+    step = jax.jit(lambda s: tx.update(grad(s, jnp.ones(1))[1], s)[1])
+    return power(float(buoy.jax.scale_of(after_overflows(step, tx.init(jnp.ones(1))))))
+
+
+def rows() -> list[str]:
+    """List the rows of the page that are observed, in Markdown."""
+    return [
+        f"| {row} | {look(TORCH)} | {look(BUOY)} |" for row, look in PYTORCH.items()
+    ]
+
+
+def minima() -> dict[str, str]:
+    """Map each scaler to its scale after 200 overflows."""
+    return {"flax": flax_minimum(), "jmp": jmp_minimum(), "buoy": buoy_minimum()}
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))
+    print("scale after 200 overflows:", minima())
