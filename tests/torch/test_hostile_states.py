@@ -136,6 +136,15 @@ def test_a_number_that_cannot_be_is_named_with_its_value(field, value):
     assert repr(value) in message
 
 
+@pytest.mark.parametrize("turn", [-1, 2**31 - 1, 1.0, True, "1", None])
+def test_a_turn_that_is_no_count_is_named_with_its_value(turn):
+    """Measurements are due at certain turns."""
+    scaler = used(of_policy("headroom"))
+    state = scaler.state_dict()
+    state["buoy"]["turn"] = turn
+    assert f"'turn' is {turn!r}" in refused(scaler, state)
+
+
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0, 0.0, 1e300])
 def test_a_scale_that_cannot_be_used_is_replaced_and_said(scale):
     """Torch saves a scale of 0 or inf itself, after a run that went wrong."""

@@ -121,8 +121,12 @@ def test_no_grads():
     scaler.scale(loss_of(model, 9))
     with pytest.raises(CallOrderError):
         scaler.step(optimizer)
-    assert scaler.last_step.verdict is Verdict.NO_GRADS
-    assert not scaler.last_step.applied
+    last = scaler.last_step
+    assert last.verdict is Verdict.NO_GRADS
+    assert not last.applied
+    scaler.scale(loss_of(model, 9)).backward()
+    spoil(model, "inf")
+    assert last.offenders == ()  # what is in `.grad` now came later
 
 
 def test_every_verdict_is_explained():

@@ -73,7 +73,6 @@ class Scale:
         self.foreseen = False  # the policy has seen this iteration's loss
         self.half = False  # there was an FP16 loss
         self._now: Now | None = None
-        self._count = 0  # the value of the tracker
         self._view: backend.HostView | None = None  # collectives keep `_version`
         self.admit(init_scale)
 
@@ -122,21 +121,24 @@ class Scale:
         if compiled:
             self.count_from(self.turn + compiled)
         if compiled and self.run is not None and self.run.on_device:
-            return self._note(None, self._count)
+            return self._note(None)
         if not backend.in_host_memory(tensor):
             if self.run is not None and not self.run.on_device:
                 self.run.start_on_device(tensor)
-            return self._note(None, self._count)
+            return self._note(None)
         value, count = backend.read([tensor, tracker])
         if self.run is not None and value != self.run.scale:
             if not SMALLEST <= value <= FLOAT32_MAX:
-                return self._note(None, int(count))  # this step is skipped
+                return self._note(None)  # this step is skipped
             self.run.start(value)
             tensor.fill_(self.run.scale)
         return self._note(value, int(count))
 
-    def _note(self, value: float | None, count: int) -> Now:
-        """Cache the values of the tensors; `value` None: only the device has it."""
+    def _note(self, value: float | None, count: int = 0) -> Now:
+        """Cache the values of the tensors; `value` None: only the device has both.
+
+        Policies do not use the count.
+        """
         tensor: Any = self.tensor
         tracker: Any = self.tracker
         if self.run is not None and value is not None:
@@ -215,7 +217,7 @@ class Scale:
             self._move_on_host(now.value, evidence.finite)
         else:
             self.move_on_device(evidence)
-            self._note(None, self._count)
+            self._note(None)
         return self._now or now
 
     def move_on_device(self, evidence: Evidence) -> None:
@@ -266,10 +268,10 @@ class Scale:
         scale = run.scale
         if isinstance(scale, torch.Tensor):
             tensor.copy_(scale)
-            self._note(None, self._count)
+            self._note(None)
         elif now is None or scale != now.value:
             tensor.fill_(scale)
-            self._note(scale, self._count)
+            self._note(scale)
 
     # -- setting -----------------------------------------------------------------------
 

@@ -209,9 +209,9 @@ class Surveyor:
             return norm
         work.order = order
         scaled = self._remeasure_norm(work, order)
-        if scaled is not None and order:  # 0: a count
+        if order:  # 0: a count
             scaled = scaled * work.multiplier
-        return None if scaled is None else backend.narrowed(scaled)
+        return backend.narrowed(scaled)
 
     def survey_norm(self, work: Work, order: float) -> None:
         """Inspect the scaled gradients once; store norm, flag and multiplier."""
@@ -238,7 +238,7 @@ class Surveyor:
         for hook in self.hooks.norm_taken:
             hook(work)
 
-    def _remeasure_norm(self, work: Work, order: float) -> torch.Tensor | None:
+    def _remeasure_norm(self, work: Work, order: float) -> Any:
         """Compute another norm of gradients that were inspected before."""
         gathered = work.gathered = gather_summed(work.optimizer)
         one = torch.ones((), dtype=torch.float32, device=self.rule.now().device)
@@ -310,10 +310,7 @@ class Surveyor:
 
     def unscaled_norm(self, work: Work, order: float) -> torch.Tensor:
         """Return the norm of gradients that are already unscaled."""
-        norm = self._remeasure_norm(work, order)
-        home = self.rule.now().device
-        none = torch.zeros((), dtype=torch.float32, device=home)
-        return none if norm is None else backend.narrowed(norm)
+        return backend.narrowed(self._remeasure_norm(work, order))
 
     def note_unscaled(self, work: Work) -> None:
         """Keep what edits by hand would hide: versions, and what has overflowed."""
