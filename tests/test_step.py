@@ -43,9 +43,10 @@ def test_small_gradients_are_counted_every_sixteenth_step():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_schedule_runs_on_traced_integers(backend):
     """A count that lives on a device asks the same question."""
-    due = Measurement("any", every=4, phase=3).due
     turns = [number_of(backend, turn) for turn in range(9)]
-    assert [turn for turn in range(9) if due(turns[turn])] == [3, 7]
+    for every, phase, expected in ((4, 3, [3, 7]), (2, 1, [1, 3, 5, 7])):
+        due = Measurement("any", every=every, phase=phase).due
+        assert [turn for turn in range(9) if due(turns[turn])] == expected
 
 
 def test_every_measurement_is_a_field_of_what_a_policy_is_shown():

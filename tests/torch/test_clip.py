@@ -233,13 +233,36 @@ def test_clipping_after_the_step_is_refused():
             clip(optimizer, 1.0)
 
 
-def test_no_gradients_have_norm_zero():
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_no_gradients_have_norm_zero(unscaled, hidden, monkeypatch):
     """As torch's function answers for parameters without gradients."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu")
     scaler.scale(loss_of(model, 0))
+    if unscaled:
+        scaler.unscale_(optimizer)
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_clipping_to_zero_applies_zeros(fused, hidden, monkeypatch):
+    """That is what was asked for; it is not a factor that has underflowed."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 0.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+    assert torch.equal(weight, torch.ones(2))
 
 
 def test_mixed_dtypes_and_layouts_have_one_norm():

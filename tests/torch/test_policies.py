@@ -113,8 +113,9 @@ def test_a_policy_that_gives_up_raises_from_update():
         init_scale=4.0, min_scale=1.0, quirks=Quirks(stop_at_floor=True)
     )
     scaler = GradScaler("cpu", policy=policy)
-    with pytest.raises(buoy.ScaleCollapsedError):
+    with pytest.raises(buoy.ScaleCollapsedError) as caught:
         train(scaler, model, optimizer, ["inf"] * 9)
+    assert scaler._rule.run.state == caught.value.state != policy.init()
     optimizer.zero_grad()
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
@@ -205,3 +206,48 @@ def test_a_scale_that_others_write_is_followed_where_it_cannot_be_read(monkeypat
     seen = train(scaler, model, optimizer, ["inf", "ok", "inf"])
 
     assert [32.0, 32.0, 16.0] == [scale for scale, _ in seen]
+
+
+class Reluctant(buoy.Static):
+    """Applies nothing."""
+
+    def applies(self, seen):
+        return False
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_policy_s_veto_is_in_the_flags_that_libraries_read(
+    kind, visible, monkeypatch
+):
+    """Before the step, which it skips; the policy itself sees a finite step."""
+    if not visible:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", policy=Reluctant(init_scale=8.0))
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    (flag,) = scaler._found_inf_per_device(optimizer).values()
+    assert flag.item() == 1.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.skipped
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_optimizer_without_gradients_is_measured_at_no_turn(clip):
+    """Beside one that has some; small ones are counted at every 16th turn."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=0.0, fused=True) for param in params]
+    scaler = GradScaler("cpu", policy="headroom")
+    for _ in range(17):
+        optimizers[0].zero_grad()
+        scaler.scale(params[0].sum()).backward()
+        for optimizer in optimizers:
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step_of(optimizers[0]).applied

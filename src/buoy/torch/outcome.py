@@ -141,11 +141,9 @@ class LastStep:
     @property
     def offenders(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients were not finite."""
-        if self._offenders is None:
-            if self.applied or not (self._parts or self.is_unchanged()):
-                self._offenders = ()  # `.grad` holds a later step's gradients
-            else:
-                self.find_offenders()
+        unknown = self._offenders is None and self.skipped
+        if unknown and (self._parts or self.is_unchanged()):  # not of a later step
+            self.find_offenders()
         return self._offenders or ()
 
     @property
@@ -263,7 +261,7 @@ class LastStep:
         if norm is None or times is None:
             # The factor is unknown, but inf stays inf whatever the factor.
             return norm if norm is not None and not isfinite(norm.item()) else None
-        return norm if times == 1.0 else norm / times
+        return norm / times
 
     def _judge(self) -> Verdict:
         """Return the reason for a skip.  Reads on the host."""

@@ -300,7 +300,8 @@ class Surveyor:
         only the device has, reversed gradients.
         """
         multiplier: Any = work.multiplier
-        small = (multiplier.float() < (SMALLEST if handed else 2.0**-149)).float()
+        number = multiplier.float()
+        small = (number < SMALLEST if handed else number <= 0.0).float()
         if (seen := backend.host_value(small)) is not None:
             return handed and not seen
         found = combined(work["found_inf_per_device"], small.device)
@@ -333,9 +334,10 @@ class Surveyor:
 
     def _veto(self, work: Work) -> None:
         """Skip a finite step that the policy would not apply."""
-        run, home = self.rule.run, self.rule.now().device
+        run: Any = self.rule.run
+        home = self.rule.now().device
         found = combined(work["found_inf_per_device"], home)
-        if found is None or run is None:
+        if found is None:
             return
         allowed = run.allows(Evidence(found, None, work.measured))
         if allowed is not True:
