@@ -41,6 +41,15 @@ def test_pickle_and_deepcopy_carry_the_state():
         assert other.get_scale() == 65536.0
 
 
+def test_copies_carry_attributes_of_others():
+    """What a subclass or a library has set on a scaler."""
+    scaler = GradScaler("cpu")
+    scaler.tag = ["mine"]
+    pickled = pickle.loads(pickle.dumps(scaler))  # noqa: S301 - our own
+    assert pickled.tag == copy.deepcopy(scaler).tag == ["mine"]
+    assert pickled._log is not scaler._log
+
+
 @pytest.mark.parametrize("policy", ["backoff", "headroom", "lognormal", "deepspeed"])
 @pytest.mark.parametrize("visible", [True, False])
 def test_copies_carry_a_policys_state_too(policy, visible, monkeypatch):

@@ -59,6 +59,16 @@ def test_a_broken_kernel_is_noticed_and_not_used(kind, monkeypatch):
         assert torch.equal(p, q)
 
 
+def test_the_kernel_is_tested_where_the_first_loss_is(monkeypatch):
+    """With every dtype, and before the first step, which reads nothing then."""
+    monkeypatch.setattr(backend, "_PASSED", {})
+    scaler = GradScaler("mps")
+    assert backend._PASSED == {}
+    scaler.scale(torch.ones((), requires_grad=True))
+    assert {torch.device("cpu")} == {device for device, _ in backend._PASSED}
+    assert len(backend._PASSED) == 4
+
+
 def test_a_missing_kernel_is_no_obstacle(monkeypatch):
     """A torch without the private kernel trains all the same."""
     monkeypatch.setattr(backend, "_PASSED", {})
