@@ -80,8 +80,13 @@ def test_a_tracker_that_others_write_is_followed(kind):
 
 
 @pytest.mark.parametrize(("policy", "first"), [("backoff", 300.0), ("headroom", 256.0)])
-def test_a_first_scale_that_a_library_sets_is_taken_by_the_policy(policy, first):
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_first_scale_that_a_library_sets_is_taken_by_the_policy(
+    policy, first, hidden, monkeypatch
+):
     """As torch reads `_init_scale` only when the first loss is scaled."""
+    if hidden:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
     scaler = GradScaler("cpu", policy=policy)
     scaler._init_scale = 300.0
     assert scaler.scale(torch.ones((), requires_grad=True)).item() == first
@@ -107,6 +112,7 @@ def test_a_scale_below_the_default_bounds_is_kept(value):
     scaler.update(value)
     assert go("ok", "inf") == [value, value]
     state = scaler.state_dict()
+    assert started(init_scale=value)[0].get_scale() == value
     for other, further in (started(init_scale=64.0), started(init_scale=value)):
         other.load_state_dict(state)
         assert further("ok", "inf", "ok") == [value, value, value]

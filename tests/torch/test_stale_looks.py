@@ -236,6 +236,14 @@ def test_the_scale_does_not_move_once_a_loss_was_multiplied_by_it(policy):
     torch.testing.assert_close(param.detach(), before - 0.2)
 
 
+def test_a_later_loss_in_fp16_does_not_move_the_scale_either():
+    """It would be lowered to what FP16 holds, were it the first one."""
+    scaler = GradScaler("cpu", policy="lognormal", init_scale=2.0**20)
+    scaler.scale(torch.ones((), requires_grad=True))
+    scaler.scale(torch.ones((), dtype=torch.float16, requires_grad=True))
+    assert scaler.get_scale() == 2.0**20
+
+
 def test_a_group_added_after_the_look_is_refused():
     """Its gradients were neither checked nor unscaled."""
     param, other = weight(), weight()

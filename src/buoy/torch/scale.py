@@ -330,9 +330,10 @@ class Scale:
     def load(self, scale: float, count: int) -> None:
         """Restore torch's rule from a saved scale and count."""
         self.admit(scale)
-        if self.tensor is not None and self.tracker is not None:
+        tracker: Any = self.tracker
+        if self.tensor is not None:
             self.tensor.fill_(scale)
-            self.tracker.fill_(count)
+            tracker.fill_(count)
             self._note(single(scale), count)
 
     def configure(self, name: str, value: Any) -> None:
