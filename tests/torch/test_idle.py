@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+import buoy
 from buoy.torch import GradScaler
 
 HIDDEN = pytest.mark.parametrize("visible", [True, False])
@@ -62,3 +63,19 @@ def test_gradients_that_move_no_weight_are_stuck_at_the_highest_scale(policy, cl
     train(GradScaler("cpu", patience=20, **options), [2.0**-60] * 30, clip)
     assert [stuck.zeros for stuck in alarms] == [20]
     assert "a scale of 2^64 or more" in str(alarms[0])
+
+
+class Measuring(buoy.Backoff):
+    """Wants the largest gradient, and uses it for nothing."""
+
+    wants = frozenset({"amax_log2"})
+
+
+def test_sizes_count_at_the_scale_that_gradients_were_multiplied_by():
+    """Not at the next one, which has just reached 2^64."""
+    alarms = []
+    policy = Measuring(init_scale=2.0**63, growth_interval=1)
+    scaler = GradScaler("cpu", policy=policy, patience=1, on_stuck=alarms.append)
+    train(scaler, [1.5 * 2.0**-40])
+    assert scaler.get_scale() == 2.0**64
+    assert alarms == []
