@@ -389,6 +389,19 @@ def test_complex_gradients_have_torch_s_norm(order):
     torch.testing.assert_close(param.grad, torch.tensor([3 - 4j, 1 + 0j]))
 
 
+def test_complex_gradients_whose_magnitude_float32_cannot_hold_are_applied():
+    """Both parts are finite, and so is the norm once it is unscaled."""
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(param.real.sum()).backward()
+    param.grad.fill_(3e38 + 3e38j)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx(2 * 3e38 / 2.0**16)
+    scaler.step(optimizer)
+    assert scaler.last_step.applied
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_twice_by_different_norms_does_both(fused):
     """First to a length of 1, then no element above 0.1: fused or not."""

@@ -199,9 +199,10 @@ class Iteration:
 
     def report_through(self, scalers: list[Any]) -> None:
         """Let another scaler's log report whether ranks differ."""
-        for one in scalers[:1] if self.differs is not None else ():
-            both = [x for x in (self.differs, one._iteration.differs) if x is not None]
-            one._iteration.differs, self.differs = torch.stack(both).max(), None
+        if scalers and self.differs is not None:
+            other: Iteration = scalers[0]._iteration
+            both = [x for x in (self.differs, other.differs) if x is not None]
+            other.differs, self.differs = torch.stack(both).max(), None
 
 
 def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
