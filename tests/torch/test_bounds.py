@@ -140,6 +140,10 @@ def test_a_scale_set_by_hand_is_brought_within_a_policy_s_bounds():
         scaler.scale(torch.ones((), requires_grad=True))
         scaler.update(given)
         assert expected == scaler.get_scale()
+    free = GradScaler("cpu", policy="static")
+    free.scale(torch.ones((), requires_grad=True))
+    free.update(0.25)
+    assert free.get_scale() == 0.25
     fixed = GradScaler("cpu", policy="none")
     fixed.scale(torch.ones((), requires_grad=True))
     with pytest.raises(OptionError, match="has no scale of its own"):

@@ -176,6 +176,16 @@ def test_gradients_are_read_once(kind, hidden, loaded, monkeypatch):
         scaler.update()
 
 
+def test_unscaled_gradients_are_not_measured_before_they_are_clamped():
+    """Only scaled ones are: their norm would be lost."""
+    scaler = GradScaler("cpu")
+    grads, optimizer = gradients_of(scaler)
+    scaler.unscale_(optimizer)
+    with Passes(grads) as passes:
+        scaler.clip_grad_value_(optimizer, 1.0)
+    assert {"_foreach_clamp_min_": 1, "_foreach_clamp_max_": 1} == passes.seen
+
+
 def test_calls_are_counted():
     """The test above can fail: torch's scaler makes calls too, and is counted."""
     iterate = iteration("plain", torch.amp.GradScaler)

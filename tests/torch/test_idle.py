@@ -65,6 +65,14 @@ def test_gradients_that_move_no_weight_are_stuck_at_the_highest_scale(policy, cl
     assert "a scale of 2^64 or more" in str(alarms[0])
 
 
+def test_steps_of_unknown_size_are_not_stuck():
+    """Torch's rule without clipping measures nothing."""
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=20)
+    train(scaler, [1.0] * 30)
+    assert alarms == []
+
+
 class Measuring(buoy.Backoff):
     """Wants the largest gradient, and uses it for nothing."""
 

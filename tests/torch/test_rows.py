@@ -84,6 +84,19 @@ def test_gradients_that_were_checked_and_not_stepped_by_are_an_overflow_too(hidd
     assert [alarm.verdict for alarm in alarms] == ["scale_too_high"]
 
 
+def test_of_several_that_were_skipped_the_first_is_named():
+    """By the alarm."""
+    models, alarms = torch.nn.Sequential(net(0), net(1)), []
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+    scaler = GradScaler("cpu", patience=1, on_stuck=alarms.append, model=models)
+    scaler.scale(sum(loss_of(model, 0) for model in models)).backward()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        spoil(model, "inf")
+        scaler.step(optimizer)
+    scaler.update()
+    assert [alarm.offenders for alarm in alarms] == [("0.2.bias",)]
+
+
 def test_gradients_that_were_checked_and_not_stepped_by_are_no_skip():
     """The user has dropped a batch that was fine."""
     model = net()
