@@ -79,7 +79,7 @@ test-keras: $(KERAS)/.ready
 	for backend in tensorflow jax torch; do echo "== Keras on $$backend" && \
 	KERAS_BACKEND=$$backend $(KERAS)/bin/pytest -q -n 2 tests/keras src/buoy/keras \
 	    --ignore tests/keras/test_tensorflow.py || exit 1; done
-	KERAS_BACKEND=torch $(KERAS)/bin/pytest -q tests/test_docs.py -k 'keras or tensorflow or README'
+	KERAS_BACKEND=torch $(KERAS)/bin/pytest -q tests/test_docs.py -k 'keras or tensorflow'
 	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py \
 	    tests/test_sample.py -k tensorflow
 

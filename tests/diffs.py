@@ -82,7 +82,7 @@ arguments = TrainingArguments(
 """
 
 SETUP = {
-    "README.md": [NET, KERAS],
+    "README.md": [NET],
     "docs/index.md": [NET],
     "docs/migrate/accelerate.md": [NET],
     "docs/migrate/apex.md": [NET],

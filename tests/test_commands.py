@@ -22,7 +22,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PROGRAMS = ("buoy", "make", "pip", "pytest", "python", "torchrun")
+PROGRAMS = ("buoy", "make", "pip", "pytest", "python", "torchrun", "uv")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`")
 OWN = {"train.py", "package.train"}  # stand for a script of the reader's
@@ -117,6 +117,16 @@ def check_torchrun(words, *, whole):
         check_python([word for word in words if word.endswith(".py")][:1])
 
 
+def check_uv(words, *, whole):
+    """Check what it runs; `sync` makes the environment of the dev group."""
+    if words[0] == "sync":
+        groups = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        assert "dev" in groups["dependency-groups"]
+        return
+    assert "run" == words[0]
+    CHECKS[words[1]](words[2:], whole=whole)
+
+
 def check_pip(words, **_):
     """Find the extras."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -132,6 +142,7 @@ CHECKS = {
     "pytest": lambda words, **_: None,
     "python": check_python,
     "torchrun": check_torchrun,
+    "uv": check_uv,
 }
 
 
@@ -153,6 +164,8 @@ def test_commands_of_the_documents_exist_and_parse(command, whole):
         "python benchmarks/torch_step.py --no-such-option",
         "torchrun --no-python buoy doctor --no-such-option train.py",
         "pip install '.[nothing]'",
+        "uv synchronise",
+        "uv run python benchmarks/nowhere.py",
     ],
 )
 def test_a_wrong_command_would_be_found(command):
@@ -196,6 +209,16 @@ def is_complete(command):
 RUN = sorted({command for command, _ in SHOWN if is_complete(command)})
 
 
+PRINTED = re.compile(
+    r"^`(buoy [^`]+)`[^\n]*:\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+SHOWS = {
+    command: PRINTED.findall(path.read_text())[0][1:]
+    for path in DOCUMENTS
+    for command, _ in PRINTED.findall(path.read_text())
+}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Write what the documents' commands read."""
@@ -233,6 +256,14 @@ def test_cheap_commands_of_the_documents_run(command, files):
     )
 
     assert 0 == done.returncode, done.stderr
+    for shown in SHOWS.get(command, ()):
+        assert " ".join(shown.split()) in " ".join(done.stdout.split())
+
+
+def test_the_output_of_commands_is_found():
+    """A `text` block after a command's sentence is what the command prints."""
+    assert "buoy tune synthetic:drift_down" in RUN
+    assert "Best static scale" in SHOWS["buoy tune synthetic:drift_down"][0]
 
 
 @pytest.mark.slow
