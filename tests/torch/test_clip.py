@@ -4,9 +4,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from nets import OPTIMIZERS, loss_of, net
 
 from buoy._backends import torch as backend
+from buoy._backends.torch.measure import clip_factor_of
+from buoy._core.step import clip_factor
 from buoy.torch import (
     CallOrderError,
     GradScaler,
@@ -715,3 +719,16 @@ def test_a_count_is_not_divided_by_the_scale():
     assert expected == scaler.clip_grad_norm_(optimizer, 100.0, norm_type=0)
     for param, grad in zip(layer.parameters(), plain, strict=True):
         torch.testing.assert_close(param.grad, grad)
+
+
+@given(
+    st.floats(0.0, width=32) | st.just(math.nan),
+    st.floats(0.0) | st.sampled_from([1.0, 0.1, 1e-30, math.inf]),
+)
+def test_the_host_computes_the_clip_factor_as_kernels_do(size, max_norm):
+    """Bit for bit: a norm in host memory saves four kernels, and changes nothing."""
+    norm = torch.tensor(size, dtype=torch.float32)
+
+    by_kernels = clip_factor(norm, max_norm, backend.ops())
+
+    assert by_kernels.item() == clip_factor_of(norm, max_norm).item()

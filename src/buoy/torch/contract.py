@@ -301,16 +301,17 @@ class TorchContract(TorchGradScaler):
             warn(errors.PASSES_ITSELF, FutureWarning)
             work.handed = work["stage"] is not OptState.UNSCALED
             return optimizer.step(*args, **kwargs, grad_scaler=self)
+        whom, sure = optimizers.recipients(optimizer)
         if work["stage"] is OptState.READY:
-            if not optimizers.recipients(optimizer).sure:
+            if not sure:
                 self._unscale_in_step(work, now)
             elif work.multiplier is None and work.survey is None:
                 self._check_inf_per_device(optimizer)
         survey.settle(work)
         scale: Any = self._get_scale_async()
         found = combined(work["found_inf_per_device"], scale.device)
-        ask = self._options.managed
-        return optimizers.step_with_found_inf(work, scale, found, args, kwargs, ask=ask)
+        given, ask = (scale, found, args, kwargs), self._options.managed
+        return optimizers.step_with_found_inf(work, whom, *given, ask=ask)
 
     def _no_gradients(self, work: Work) -> Exception:
         """Log a step that cannot be taken; return the error that names the cause."""

@@ -210,10 +210,9 @@ def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
 
     Not their sum: torch's fused kernels skip only where the flag is exactly 1.
     """
-    if len(flags) == 1:
-        [(device, flag)] = flags.items()
-        if device == home:
-            return flag.reshape(()) if flag.dim() else flag  # others use a shape of [1]
+    flag = flags.get(home) if len(flags) == 1 else None
+    if flag is not None:
+        return flag.reshape(()) if flag.dim() else flag  # others use a shape of [1]
     found = [flag.to(home, non_blocking=True).reshape(()) for flag in flags.values()]
     if not found:
         return None

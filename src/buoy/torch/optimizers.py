@@ -51,7 +51,9 @@ def takes_scaling(optimizer: Any) -> bool:
         return False
     if _begins_dampened(optimizer):
         return False
-    return takes_scaler(optimizer) or bool(recipients(optimizer).found)
+    if type(optimizer) in _PLAIN or takes_scaler(optimizer):
+        return True
+    return bool(recipients(optimizer).found)
 
 
 def recipients(optimizer: Any) -> Recipients:
@@ -101,10 +103,12 @@ _TAKES_SCALER: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 def takes_scaler(optimizer: Any) -> bool:
     """Return whether an optimizer's `step` has an argument `grad_scaler`."""
-    step = getattr(optimizer.step, "__func__", optimizer.step)
-    with suppress(KeyError, TypeError):  # not seen yet, or no weak references to it
+    step = optimizer.step
+    step = getattr(step, "__func__", step)
+    try:
         return _TAKES_SCALER[step]
-    found = "grad_scaler" in inspect.signature(step).parameters
+    except (KeyError, TypeError):  # not seen yet, or no weak references to it
+        found = "grad_scaler" in inspect.signature(step).parameters
     with suppress(TypeError):
         _TAKES_SCALER[step] = found
     return found
@@ -126,6 +130,7 @@ def unscales_in_place(optimizer: Any) -> bool:
 
 def step_with_found_inf(
     work: Work,
+    whom: tuple[Any, ...],
     scale: torch.Tensor,
     found: torch.Tensor | None,
     args: tuple[Any, ...],
@@ -135,8 +140,9 @@ def step_with_found_inf(
 ) -> Any:
     """Step an optimizer that divides by `grad_scale` and skips if `found_inf` is set.
 
-    `scale` is the factor of its gradients, unless they are already unscaled.  With
-    `ask` the host reads the flag, and does not call the optimizer to skip a step.
+    `whom` are the recipients of both.  `scale` is the factor of its gradients, unless
+    they are already unscaled.  With `ask` the host reads the flag, and does not call
+    the optimizer to skip a step.
     """
     optimizer = work.optimizer
     if found is None and gather(optimizer).grads:
@@ -153,7 +159,6 @@ def step_with_found_inf(
             return None
     if work.multiplier is not None:
         scale = work.multiplier.reciprocal().float()
-    whom = recipients(optimizer).found
     for one in whom:
         if found is not None and isinstance(one, torch.optim.SGD):
             _fill_momentum(one)

@@ -166,6 +166,8 @@ def checked_clip(max_norm: Any, order: Any, *, ranks: bool) -> tuple[Any, float]
     """
     if type(max_norm) is not float or not max_norm >= 0:
         max_norm = checked_threshold("max_norm", max_norm)
+    if type(order) is float and order > 0:
+        return max_norm, order
     with suppress(TypeError, ValueError):
         number = float(order)
         if number > 0 or (number <= 0 and not (ranks and number in (0.0, -math.inf))):

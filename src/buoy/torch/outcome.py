@@ -83,9 +83,9 @@ class LastStep:
         self._norm: Number | None = work.norm
         self._handed, self._spike = work.handed, work.spike
         self._parts = None
-        if work.survey is not None and len(work.survey.parts) and work.gathered:
-            params = [*map(weakref.ref, work.gathered.params)]
-            self._parts = params, work.survey.parts
+        survey, gathered = work.survey, work.gathered
+        if not work.finite and survey is not None and gathered and len(survey.parts):
+            self._parts = [*map(weakref.ref, gathered.params)], survey.parts
         if losses:
             self._losses = tuple(losses)
         self._first = work.first or work.first_gradient()

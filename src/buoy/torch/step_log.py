@@ -133,17 +133,17 @@ class StepLog:
 
     def _note(self, ended: Ended, stepped: list[LastStep], *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
-        after = ended.scales[1]
-        bad = None
-        for outcome in stepped:
-            bad = outcome if outcome._applied is False and bad is None else bad
+        before, after = ended.scales
+        skipped = () if finite else (one for one in stepped if one._applied is False)
+        bad = next(iter(skipped), None)
         if finite or (bad is None and stepped):
             norm, amax = _sizes(ended.works)
-            late = not isinstance(after, float)
-            scale: Any = partial(backend.read_one, after) if late else after
+            scale: Any = after
+            if not isinstance(after, float):
+                scale = partial(backend.read_one, after)
             size = None if norm is not None or amax is None else backend.known(amax)
-            if size and isinstance(ended.scales[0], float):
-                size /= ended.scales[0]
+            if size and isinstance(before, float):
+                size /= before
             norm = None if norm is None else backend.known(norm)
             self.watch.applied(scale, norm=norm, amax=size)
         elif bad is not None:

@@ -29,11 +29,11 @@ from buoy._backends.torch.gradients import (
     parameters_of,
     take_survey,
 )
-from buoy._backends.torch.measure import MEASURE
+from buoy._backends.torch.measure import MEASURE, clip_factor_of
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.rank_norms import RankGradients
 from buoy._core.errors import OptionError
-from buoy._core.step import MEASUREMENTS, clip_factor
+from buoy._core.step import MEASUREMENTS
 from buoy.torch import errors
 from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
@@ -66,7 +66,8 @@ class Surveyor:
         gathered = work.gathered = gather(work.optimizer)
         if len(set(map(id, gathered.held))) < len(gathered.held):
             raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
-        if gathered.sharded and not self.agreement.active:
+        apart = gathered.grads is not gathered.held  # torch.distributed is in use
+        if apart and gathered.sharded and not self.agreement.active:
             raise OptionError(errors.ALONE_WITH_SHARDS)
         work.freshness = Freshness(work.optimizer, gathered)
         if not gathered.plain and gathered.half:
@@ -82,7 +83,7 @@ class Surveyor:
             inverse,
             order=order,
             amax="amax_log2" in due,
-            safe=self.rule.now().safe,
+            safe=self.rule.is_safe(inverse),
         )
         work.amax = survey.amax
         if gathered.grads and due:
@@ -274,20 +275,21 @@ class Surveyor:
         One multiplier unscales and clips gradients that are still scaled.  It is
         applied to `.grad` unless the optimizer unscales itself.
         """
+        before = work.gathered
         with backend.NoGrad():
             norm = self.norm(work, order)
             if norm is None:
                 return torch.zeros_like(self.rule.now().tensor)
             if error and not norm.isfinite().item():
                 raise errors.nonfinite_norm(order)
-            factor: Any = clip_factor(norm, max_norm, backend.ops())
+            factor = clip_factor_of(norm, max_norm)
             multiplier = factor if work.multiplier is None else work.multiplier * factor
             work.multiplier, work.clipped_norm = multiplier, norm * factor
             handed = unscales(work.optimizer) and work["stage"] is OptState.READY
             if handed or not backend.in_host_memory(multiplier):
                 handed = self._is_divisor(work, max_norm, handed=handed)
             if not handed:
-                self.write(work)
+                self.write(work, None if work.gathered is before else work.gathered)
         if self.iteration.scalings > 1 and work.freshness is not None:
             work.freshness.expect_backward()  # the pass of one loss may come later
         return norm
@@ -324,13 +326,13 @@ class Surveyor:
             work.survey = take_survey(gathered, torch.ones_like(found), order=2.0)
             work.norm = work.survey.norm
 
-    def write(self, work: Work) -> None:
-        """Apply the multiplier to `.grad`: unscale and clip in place."""
+    def write(self, work: Work, gathered: Gathered | None = None) -> None:
+        """Apply the multiplier to `.grad`, or to `gathered`: unscale and clip."""
         multiplier, work.multiplier = work.multiplier, None
         work["stage"] = OptState.UNSCALED
         if multiplier is not None:
             with backend.NoGrad():
-                multiply_(gather(work.optimizer), multiplier)
+                multiply_(gathered or gather(work.optimizer), multiplier)
 
     def _veto(self, work: Work) -> None:
         """Skip a finite step that the policy would not apply."""

@@ -308,7 +308,9 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 def host_value(number: torch.Tensor) -> float | None:
     """Return a number's value if the host can read it without waiting, else None."""
-    return read_host_memory(number) if in_host_memory(number) else None
+    if not in_host_memory(number):
+        return None
+    return _Float.from_address(number.data_ptr()).value
 
 
 def value_or_copy(number: torch.Tensor) -> float | torch.Tensor | None:
@@ -349,7 +351,8 @@ def read_one(number: float | torch.Tensor) -> float:
 def known(number: float | torch.Tensor | None) -> float | None:
     """Return a number that the host can read without waiting, else None; 0 for None."""
     if isinstance(number, torch.Tensor):
-        return host_value(number.float().reshape(()))
+        seen = host_value(number)
+        return host_value(number.float()) if seen is None else seen
     return 0.0 if number is None else float(number)
 
 

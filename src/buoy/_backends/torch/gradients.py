@@ -206,11 +206,11 @@ def magnitudes(gathered: Gathered, order: float) -> Gathered:
 
 def same_parameters(optimizer: Any, seen: list[torch.Tensor]) -> bool:
     """Return whether every parameter that has a gradient now is in `seen`."""
-    now = [p for p in parameters_of(optimizer) if p.grad is not None]
+    now = parameters_of(optimizer)
     if len(now) == len(seen) and all(map(is_, now, seen)):
         return True
     known = set(map(id, seen))
-    return all(id(param) in known for param in now)
+    return all(id(param) in known for param in now if param.grad is not None)
 
 
 # -- inspecting ------------------------------------------------------------------------
@@ -252,7 +252,9 @@ def _check(gathered: Gathered, inverse: torch.Tensor, *, safe: bool) -> torch.Te
         else:
             factor = inverse.to(bucket.device, non_blocking=True)
             flag = backend.nonfinite(backend.amax(bucket.grads) * factor).float()
-        flags.append(flag.to(inverse.device, non_blocking=True))
+        if bucket.device != inverse.device:
+            flag = flag.to(inverse.device, non_blocking=True)
+        flags.append(flag)
     return flags[0] if len(flags) == 1 else torch.stack(flags).max()
 
 
@@ -358,7 +360,9 @@ def check_and_multiply_(
 def multiply_(gathered: Gathered, factor: torch.Tensor) -> None:
     """Multiply every gradient in place; by the root of a float64 factor, twice."""
     for device, dtype, grads in gathered.buckets:
-        times = factor.to(device, non_blocking=True)
+        times = factor
+        if device != factor.device:
+            times = factor.to(device, non_blocking=True)
         if factor.dtype is torch.float64 is not dtype:  # may be below float32's range
             times = times.sqrt().float()
             backend.multiply_(grads, times)
