@@ -95,6 +95,14 @@ def test_the_numbers_of_the_configuration_count_unless_a_policy_is_given(ranks):
     assert found["default"]["hysteresis"] == 2
 
 
+def test_the_private_names_that_we_use_are_still_there(ranks):
+    """Of DeepSpeed's optimizers, engines and scalers, without ours."""
+    found = ranks[0]["others"]
+    assert found["missing"] == []
+    assert found["called"] == ["cur_scale", "loss_scale", "scale_loss", "update_scale"]
+    assert found["z0"] is None
+
+
 def test_bf16_turns_it_off(ranks):
     """Without an error."""
     assert ranks[0]["others"]["bf16"] == [None, {}]

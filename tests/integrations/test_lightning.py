@@ -8,7 +8,12 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from tiny import BAD, GOOD, STEPS, Net, adamw, batch, decay, distance, reference
 
-from buoy.integrations.lightning import FabricMixedPrecision, LogScale, MixedPrecision
+from buoy.integrations.lightning import (
+    FabricMixedPrecision,
+    LogScale,
+    MixedPrecision,
+    metrics,
+)
 from buoy.torch import GradScaler, OptionError
 
 START = {"init_scale": 2.0**10, "growth_interval": 3}
@@ -81,6 +86,7 @@ def test_weights_lr_and_counters_do_not_see_skipped_steps(fused, max_norm):
     assert made.lr_scheduler_configs[0].scheduler.get_last_lr() == [lr]
     assert made.global_step == len(GOOD)
     assert module.net.dtypes == {torch.float16}
+    assert len(module.seen) == STEPS
     assert all(abs(grad) < 16 for i, grad in enumerate(module.seen) if i in GOOD)
     assert "lr_scheduler_step" not in vars(module)
 
@@ -151,6 +157,31 @@ def test_two_optimizers_of_manual_optimization(clip):
     every = list(range(STEPS))
     assert distance(module.nets[1], reference(every, seed=1, **options)[0]) == 0.0
     assert made.global_step == len(GOOD) + STEPS
+
+
+def test_one_optimizer_of_manual_optimization():
+    """The module steps its scheduler itself, after an applied step."""
+
+    class Alone(Manual):
+        def training_step(self, given, index):
+            optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+            optimizer.zero_grad()
+            self.manual_backward(self.nets[0](**given)["loss"])
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            if self.trainer.precision_plugin.scaler.last_step.applied:
+                scheduler.step()
+
+        def configure_optimizers(self):
+            optimizer = adamw(self.nets[0])
+            return [optimizer], [decay(optimizer)]
+
+    module, made = Alone(), trainer()
+    made.fit(module, loader())
+    expected, lr = reference(max_norm=0.5)
+    assert distance(module.nets[0], expected) == 0.0
+    assert module.lr_schedulers().get_last_lr() == [lr]
+    assert made.global_step == len(GOOD)
 
 
 def test_lbfgs():
@@ -250,21 +281,35 @@ def test_bf16_turns_it_off():
 # -- Fabric ----------------------------------------------------------------------------
 
 
-def run_fabric(plugin, steps, *, fused=False, max_norm=None):
-    """Run Fabric's documented loop."""
+def run_fabric(
+    plugin, steps, *, fused=False, max_norm=None, seeds=(0,), bad=True, save=None
+):
+    """Run Fabric's documented loop; of several networks only the first overflows."""
     fabric = Fabric(accelerator="cpu", plugins=[plugin])
-    net = Net()
-    model, optimizer = fabric.setup(net, adamw(net, fused=fused))
-    scheduler = decay(optimizer.optimizer)
+    nets = [Net(seed) for seed in seeds]
+    pairs = [fabric.setup(net, adamw(net, fused=fused)) for net in nets]
+    schedulers = [decay(optimizer.optimizer) for _, optimizer in pairs]
+    parts = {str(i): part for i, part in enumerate([*sum(pairs, ()), *schedulers])}
     for step in steps:
-        optimizer.zero_grad()
-        fabric.backward(model(**batch(step))["loss"])
-        if max_norm is not None:
-            fabric.clip_gradients(model, optimizer, max_norm=max_norm)
-        optimizer.step()
-        if plugin.scaler is None or plugin.scaler.last_step.applied:
-            scheduler.step()
-    return net, scheduler.get_last_lr()[0]
+        if save is not None and step == 5:
+            if save.exists():
+                plugin.load_state_dict(fabric.load(save, parts)["plugin"])
+            else:
+                fabric.save(save, {**parts, "plugin": plugin.state_dict()})
+        for index, (model, optimizer) in enumerate(pairs):
+            given = batch(step)
+            given["bad"] &= bad and index == 0
+            optimizer.zero_grad()
+            fabric.backward(model(**given)["loss"])
+        for (model, optimizer), scheduler in zip(pairs, schedulers, strict=True):
+            if max_norm is not None:
+                fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+            optimizer.step()
+            last = plugin.scaler and plugin.scaler.last_step_of(optimizer.optimizer)
+            if last is None or last.applied:
+                scheduler.step()
+    rates = [scheduler.get_last_lr()[0] for scheduler in schedulers]
+    return (nets[0], rates[0]) if len(nets) == 1 else (nets, rates)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -279,6 +324,69 @@ def test_fabric(fused, max_norm):
     assert lr == other
     assert net.dtypes == {torch.float16}
     assert isinstance(plugins[0].scaler, GradScaler)
+
+
+def fabric_plugin():
+    """Make a plugin for the CPU."""
+    return FabricMixedPrecision("16-mixed", "cpu", **START)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_fabric_with_two_optimizers(max_norm):
+    """Both are divided by the scale of their loss; the second never overflows."""
+    every, options = range(STEPS), {"max_norm": max_norm}
+    nets, rates = run_fabric(fabric_plugin(), every, seeds=(0, 1), **options)
+    first, lr = run_fabric(fabric_plugin(), GOOD, **options)
+    second, other = run_fabric(fabric_plugin(), every, seeds=(1,), bad=False, **options)
+    assert [distance(nets[0], first), distance(nets[1], second)] == [0.0, 0.0]
+    assert rates == [lr, other]
+
+
+def test_a_run_of_fabric_resumes_exactly(tmp_path):
+    """The plugin's state is saved with the model; here after an overflow."""
+    plugins = [fabric_plugin() for _ in range(2)]
+    save = tmp_path / "state.ckpt"
+    whole, lr = run_fabric(plugins[0], range(STEPS), save=save)
+    net, other = run_fabric(plugins[1], range(5, STEPS), save=save)
+    assert distance(net, whole) == 0.0
+    assert lr == other
+    assert plugins[0].state_dict() == plugins[1].state_dict()
+
+
+def test_fabric_with_lbfgs():
+    """An overflow undoes the step."""
+
+    def train(steps):
+        plugin = fabric_plugin()
+        fabric = Fabric(accelerator="cpu", plugins=[plugin])
+        net = Net()
+        search = torch.optim.LBFGS(net.parameters(), lr=0.1)
+        model, optimizer = fabric.setup(net, search)
+        for step in steps:
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = model(**batch(step))["loss"]
+                fabric.backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+        return net, plugin.scaler
+
+    (net, scaler), (plain, other) = train(range(STEPS)), train(GOOD)
+    assert distance(net, plain) == 0.0
+    assert distance(net, Net()) > 0.1
+    skipped = [metrics(one)["buoy/skipped"] for one in (scaler, other)]
+    assert skipped[0] - skipped[1] == len(BAD)  # a search can overflow by itself
+
+
+def test_what_fabric_logs_has_the_same_names():
+    """`fabric.log_dict(metrics(plugin.scaler))`."""
+    plugin = fabric_plugin()
+    run_fabric(plugin, range(5), max_norm=0.5)
+    found = metrics(plugin.scaler)
+    assert found.keys() == {"buoy/scale", "buoy/skipped", "buoy/norm"}
+    assert found["buoy/skipped"] == 1.0
 
 
 def test_fabric_in_bf16_turns_it_off():

@@ -183,7 +183,20 @@ def others():
     static, _ = engine_of(1, None, fp16={"enabled": True, "loss_scale": 64.0})
     bf16, _ = engine_of(1, "bf16")
     train(bf16, "bf16", [0])
+    plain, at_zero = engine_of(1, "fp16")[0], engine_of(0, None)[0]
+    names = "loss_scaler dynamic_loss_scale torch_autocast_gradscaler"
     return {
+        "missing": [
+            name
+            for name in (*names.split(), "check_grad_overflow", "load_state_dict")
+            if not hasattr(plain.optimizer, name)
+        ],
+        "called": sorted(
+            name
+            for name in ("scale_loss", "update_scale", "loss_scale", "cur_scale")
+            if hasattr(plain.optimizer.loss_scaler, name)
+        ),
+        "z0": at_zero.torch_autocast_z0_gradscaler,
         "refused": refused,
         "static": ours.use(static).cur_scale,
         "default": encode(ours.use(engine_of(1, "fp16")[0]).policy),

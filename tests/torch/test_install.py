@@ -145,3 +145,27 @@ def test_scalers_that_were_created_elsewhere_are_instances_of_torchs_class():
         assert not isinstance(own, sharded_grad_scaler.ShardedGradScaler)
         assert isinstance(Theirs("cpu"), (torch.amp.GradScaler, Theirs))
         assert not isinstance(3, torch.amp.GradScaler)
+
+
+def test_what_there_is_to_log_has_the_names_of_the_integrations():
+    """Of the last scaler; a skipped step has no norm, and a disabled scaler nothing."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with install(init_scale=8.0) as installed:
+        scaler = torch.amp.GradScaler("cpu")
+        assert installed.metrics() == {}
+        logs = []
+        for value in (2.0, torch.inf, 2.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * value).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            logs.append(installed.metrics())
+        norm = pytest.approx(2.0 * 3**0.5)
+        assert logs == [
+            {"buoy/scale": 8.0, "buoy/skipped": 0.0, "buoy/norm": norm},
+            {"buoy/scale": 8.0, "buoy/skipped": 1.0},
+            {"buoy/scale": 4.0, "buoy/skipped": 1.0, "buoy/norm": norm},
+        ]
+        torch.amp.GradScaler("cpu", enabled=False)
+        assert installed.metrics() == {}

@@ -20,6 +20,7 @@ import torch.cpu.amp.grad_scaler
 import torch.cuda.amp
 
 from buoy._core.policies.policy import Policy
+from buoy.integrations.common import Metrics, metrics
 from buoy.torch import GradScaler
 from buoy.trace.record import Recorder
 
@@ -70,6 +71,15 @@ class Installation:
     def traces(self) -> list[Path]:
         """The recorded files; complete after `close`."""
         return [recorder.path for recorder in self._recorders() if recorder.path]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what to log: `buoy/scale`, `buoy/skipped` and `buoy/norm`.
+
+        Of the last scaler that was created; nothing before its first step, and of a
+        disabled one.  The norm is left out if the step was skipped, or if the library
+        unscales the gradients before the step.
+        """
+        return metrics(self.scalers[-1]) if self.scalers else {}
 
     def _recorders(self) -> list[Recorder]:
         found = [scaler.trace for scaler in self.scalers if scaler.is_enabled()]
@@ -214,7 +224,10 @@ def _like(
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given["self"]
         given |= given.pop("options", {})
-        begin(self, **chosen.arguments(given))
+        arguments = chosen.arguments(given)
+        begin(self, **arguments)
+        if arguments["managed"] and self.is_enabled():
+            self.attach(Metrics())
         chosen.scalers.append(self)
 
     def _configure(self: GradScaler, name: str, value: Any) -> None:

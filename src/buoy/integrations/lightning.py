@@ -28,7 +28,7 @@ except ImportError as error:
     )
     raise MissingBackendError(message) from error
 
-__all__ = ["FabricMixedPrecision", "LogScale", "MixedPrecision"]
+__all__ = ["FabricMixedPrecision", "LogScale", "MixedPrecision", "metrics"]
 
 Mixed = Literal["16-mixed", "bf16-mixed"]
 
