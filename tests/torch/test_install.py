@@ -167,5 +167,12 @@ def test_what_there_is_to_log_has_the_names_of_the_integrations():
             {"buoy/scale": 8.0, "buoy/skipped": 1.0},
             {"buoy/scale": 4.0, "buoy/skipped": 1.0, "buoy/norm": norm},
         ]
+        optimizer.zero_grad()
+        scaler.scale((weight * 2.0).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert installed.metrics() == {"buoy/scale": 4.0, "buoy/skipped": 1.0}
         torch.amp.GradScaler("cpu", enabled=False)
         assert installed.metrics() == {}

@@ -77,7 +77,7 @@ class Installation:
 
         Of the last scaler that was created; nothing before its first step, and of a
         disabled one.  The norm is left out if the step was skipped, or if the library
-        unscales the gradients before the step.
+        clips the gradients itself.
         """
         return metrics(self.scalers[-1]) if self.scalers else {}
 
