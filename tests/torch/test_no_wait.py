@@ -237,6 +237,7 @@ def test_never_syncing_refuses_what_it_cannot_undo():
         scaler.scale(loss_of(model, 0)).backward()
         with pytest.raises(DeviceModeError, match=word):
             scaler.step(optimizer)
+        assert all(map(torch.equal, model.parameters(), net().parameters()))
 
 
 def test_the_last_step_waits_only_when_read():

@@ -195,11 +195,14 @@ def test_torchs_rule_scales_an_fp16_loss_as_torch_does():
     assert scaler.get_scale() == 2.0**15
 
 
-def test_a_scale_that_others_write_is_followed_where_it_cannot_be_read(monkeypatch):
-    """The policy has run on the host so far; it goes on from there on the device."""
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+def test_a_scale_that_others_write_is_followed_where_it_cannot_be_read(
+    kind, monkeypatch
+):
+    """Whether the policy has run on the host so far, or on the device."""
     monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
     model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer = OPTIMIZERS[kind](model.parameters())
     scaler = GradScaler("cpu", policy="backoff")
     train(scaler, model, optimizer, ["ok", "ok"])
     scaler._scale.fill_(64.0)

@@ -84,6 +84,20 @@ def test_gradients_that_were_checked_and_not_stepped_by_are_an_overflow_too(hidd
     assert [alarm.verdict for alarm in alarms] == ["scale_too_high"]
 
 
+def test_of_several_one_may_be_clipped():
+    """Its norm is then the only one that is known."""
+    models = net(0), net(1)
+    scaler = GradScaler("cpu")
+    scaler.scale(sum(loss_of(model, 0) for model in models)).backward()
+    for clipped, model in enumerate(models):
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        if clipped:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+    scaler.update()
+    assert "applied=1, skipped=0" in repr(scaler)
+
+
 def test_of_several_that_were_skipped_the_first_is_named():
     """By the alarm."""
     models, alarms = torch.nn.Sequential(net(0), net(1)), []

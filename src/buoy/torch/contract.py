@@ -384,9 +384,8 @@ class TorchContract(TorchGradScaler):
         """Return torch's five entries, plus `buoy` if a policy or feature has state."""
         if not self._enabled:
             return {}
-        self._flush()
-        own = checkpoint.own_state(self._rule, self._hooks)
-        return {**super().state_dict(), **own}
+        state = super().state_dict()  # first: it carries out a deferred update
+        return {**state, **checkpoint.own_state(self._rule, self._hooks)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state of this class or of `torch.amp.GradScaler`."""
