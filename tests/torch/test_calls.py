@@ -176,6 +176,16 @@ def test_gradients_are_read_once(kind, hidden, loaded, monkeypatch):
         scaler.update()
 
 
+@pytest.mark.parametrize("order", [0.5, 1.0, 3.0])
+def test_a_finite_norm_of_any_order_shows_that_all_gradients_are(order):
+    """The largest of them is not needed then."""
+    scaler = GradScaler("cpu")
+    grads, optimizer = gradients_of(scaler)
+    with Passes(grads) as passes:
+        scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert {"_foreach_norm": 1, "_foreach_mul_": 1} == passes.seen
+
+
 def test_unscaled_gradients_are_not_measured_before_they_are_clamped():
     """Only scaled ones are: their norm would be lost."""
     scaler = GradScaler("cpu")

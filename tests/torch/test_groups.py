@@ -297,6 +297,20 @@ def test_gates_follow_all_groups():
     assert [1, "b", "b"] == moved
 
 
+def test_a_gate_of_a_scaler_that_steps_beside_its_groups_advances_once():
+    """The scaler's own step and the group's are one iteration."""
+    (model, optimizer), (other, second) = two("sgd")
+    scaler, moved = GradScaler("cpu"), []
+    scaler.gate(lambda: moved.append(1))
+    group = scaler.group("other")
+    scaler.scale(loss_of(model, 0)).backward()
+    group.scale(loss_of(other, 0)).backward()
+    scaler.step(optimizer)
+    group.step(second)
+    scaler.update()
+    assert [1] == moved
+
+
 # -- one gradient buffer --------------------------------------------------------------
 
 
@@ -329,6 +343,23 @@ def test_losses_of_two_groups_meet_unscaled(kind):
         assert wanted == norm
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_scaler_may_add_up_losses_of_groups_after_losses_of_its_own():
+    """Their gradients are unscaled, and not those of its earlier loss."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.group("small")
+    scaler.group("large")
+    optimizer.zero_grad()
+    scaler.backward(losses_of(model, 1), optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
 
 
 def test_only_the_loss_that_overflowed_pays():

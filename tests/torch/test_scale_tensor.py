@@ -50,9 +50,19 @@ def test_a_scale_that_others_write_is_followed(write, policy, kind):
     assert scaler.last_step.scale == 512.0
 
 
-def test_a_policy_takes_the_nearest_that_it_can():
-    """Headroom keeps powers of two; so does the tensor, then."""
-    scaler, _ = started(policy="headroom")
+class Powers(buoy.Backoff):
+    """Starts at powers of two only."""
+
+    def init(self, *, scale=None):
+        if scale is not None and math.frexp(scale)[0] != 0.5:
+            raise buoy.PolicyError(f"{scale} is no power of two")
+        return super().init(scale=scale)
+
+
+@pytest.mark.parametrize("policy", ["headroom", Powers()])
+def test_a_policy_takes_the_nearest_that_it_can(policy):
+    """It keeps powers of two; so does the tensor, then."""
+    scaler, _ = started(policy=policy)
     scaler._scale.fill_(300.0)
     assert scaler.scale(torch.ones((), requires_grad=True)).item() == 256.0
     assert scaler.get_scale() == 256.0
@@ -79,7 +89,9 @@ def test_a_tracker_that_others_write_is_followed(kind):
     assert go("ok", "ok", "ok", "ok") == [128.0, 128.0, 128.0, 256.0]
 
 
-@pytest.mark.parametrize(("policy", "first"), [("backoff", 300.0), ("headroom", 256.0)])
+@pytest.mark.parametrize(
+    ("policy", "first"), [("backoff", 300.0), ("headroom", 256.0), (Powers(), 256.0)]
+)
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_first_scale_that_a_library_sets_is_taken_by_the_policy(
     policy, first, hidden, monkeypatch
