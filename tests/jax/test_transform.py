@@ -173,15 +173,25 @@ def test_the_state_may_be_donated():
     assert 3 == int(state.steps)
 
 
-def test_large_finite_gradients_are_not_called_infinite():
+@pytest.mark.parametrize(("scale", "size"), [(1.0, 1e30), (1024.0, 1e37), (0.5, 1e30)])
+def test_large_finite_gradients_are_not_called_infinite(scale, size):
     """A sum of squares may overflow where no gradient does."""
-    tx = loss_scaled(optax.sgd(1.0), buoy.Static(init_scale=1.0), max_norm=1.0)
-    grads = {"a": jnp.full(4, 1e30), "b": jnp.full(5, 1e30)}
+    tx = loss_scaled(optax.sgd(1.0), buoy.Static(init_scale=scale), max_norm=1.0)
+    grads = {"a": jnp.full(4, size), "b": jnp.full(5, size)}
     updates, state = tx.update(grads, tx.init(grads), grads)
 
     assert applied_of(state)
-    assert last_step(state).norm == pytest.approx(3e30)
+    assert last_step(state).norm == pytest.approx(3 * size / scale)
     np.testing.assert_allclose(updates["a"], -1 / 3, rtol=1e-6)
+
+
+def test_a_norm_that_unscaling_makes_infinite_is_an_overflow_of_clipping():
+    """Each gradient is finite, scaled and unscaled, and so is the scaled norm."""
+    tx = loss_scaled(optax.sgd(1.0), buoy.Static(init_scale=0.25), max_norm=1.0)
+    grads = jnp.full(9, 5e37)
+    _, state = tx.update(grads, tx.init(grads), grads)
+
+    assert not applied_of(state)
 
 
 def test_the_norm_to_clip_by_may_be_computed():
