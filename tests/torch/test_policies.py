@@ -220,22 +220,26 @@ class Reluctant(buoy.Static):
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_policy_s_veto_is_in_the_flags_that_libraries_read(
-    kind, visible, monkeypatch
-):
-    """Before the step, which it skips; the policy itself sees a finite step."""
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_", "flags"])
+def test_a_policy_may_veto_a_finite_step(kind, visible, way, monkeypatch):
+    """However it came to be inspected; libraries see it in the flags."""
     if not visible:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
     model = net()
     optimizer = OPTIMIZERS[kind](model.parameters())
     scaler = GradScaler("cpu", policy=Reluctant(init_scale=8.0))
     scaler.scale(loss_of(model, 0)).backward()
-    scaler.unscale_(optimizer)
-    (flag,) = scaler._found_inf_per_device(optimizer).values()
-    assert flag.item() == 1.0
+    if way in ("unscale_", "flags"):
+        scaler.unscale_(optimizer)
+    if way == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    if way == "flags":
+        (flag,) = scaler._found_inf_per_device(optimizer).values()
+        assert flag.item() == 1.0
     scaler.step(optimizer)
     scaler.update()
     assert scaler.last_step.skipped
+    assert all(map(torch.equal, model.parameters(), net().parameters()))
     assert scaler.get_scale() == 8.0
 
 
