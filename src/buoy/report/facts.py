@@ -2,17 +2,18 @@
 
 import math
 import statistics
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import compress, filterfalse
 from operator import sub
+from typing import Any
 
 from buoy._core.formats import FORMATS, Format
 from buoy._core.verdicts import Verdict
 from buoy._core.watch import PATIENCE, is_idle, window_of
-from buoy.trace.columns import columns_of
+from buoy.trace.columns import Rows, columns_of
 from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
@@ -94,8 +95,7 @@ def sum_up(recording: Recording) -> Facts:
     rows = columns_of(recording.rows)
     missed = [rows[place] for place in rows.skipped]
     early = rows[min(int(_WARM_UP * len(rows)), _MOST_WARM_UP)].step if rows else 0
-    measured = compress(rows.headroom, rows.applied)
-    bits = array("d", filterfalse(math.isnan, measured))
+    bits = _known(rows)
     scales = rows.scale or [math.nan]
     blamed = Counter(name for row in missed for name in row.offenders)
     recent = rows[-window_of() :]
@@ -112,8 +112,8 @@ def sum_up(recording: Recording) -> Facts:
         last_scale=scales[-1],
         low_scale=min(scales),
         high_scale=max(scales),
-        headroom=_median(bits) if bits else None,
-        least_headroom=min(bits) if bits else None,
+        headroom=_median(bits) if len(bits) else None,
+        least_headroom=_least(bits) if len(bits) else None,
         last_loss=next((r.loss for r in reversed(rows) if r.loss is not None), None),
         seconds=_seconds(rows.time),
         shares=_latest(recording),
@@ -145,17 +145,39 @@ def _zeros(rows: Sequence[Row]) -> int:
 
 def _seconds(times: Sequence[float]) -> float:
     """Give the median time between steps: pauses for validation do not count."""
-    gaps = array("d", map(sub, times[1:], times))
-    return max(_median(gaps), 0.0) if gaps else math.nan
+    if len(times) < 2:
+        return math.nan
+    np = _numpy()
+    gaps = np.diff(times) if np else list(map(sub, times[1:], times))
+    return max(_median(gaps), 0.0)
 
 
-def _median(values: "array[float]") -> float:
-    """Return the median; NumPy, where it is installed, finds it without sorting."""
+def _median(values: Any) -> float:
+    """Return the median; NumPy finds it without sorting."""
+    np = _numpy()
+    return float(np.median(values)) if np else statistics.median(values)
+
+
+def _least(values: Any) -> float:
+    np = _numpy()
+    return float(values.min()) if np else float(min(values))
+
+
+def _known(rows: Rows) -> Any:
+    """Return the headroom of the applied steps that have one."""
+    np = _numpy()
+    if not np:
+        return list(filterfalse(math.isnan, compress(rows.headroom, rows.applied)))
+    bits = np.asarray(rows.headroom)
+    return bits[np.frombuffer(rows.applied, bool) & ~np.isnan(bits)]
+
+
+def _numpy() -> Any:
+    """Return NumPy, where it is installed."""
     try:
-        import numpy as np  # noqa: PLC0415
+        return import_module("numpy")
     except ImportError:
-        return statistics.median(values)
-    return float(np.median(values))
+        return None
 
 
 def _limits(recording: Recording) -> Format:

@@ -25,10 +25,13 @@ def thinned(values: Sequence[float | None] | Any, most: int = MOST) -> list[int]
     known = np.flatnonzero(~np.isnan(numbers))
     if len(known) <= 2 * most:
         return known.tolist()
-    numbers = numbers[known]
+    if len(known) < len(numbers):
+        numbers = numbers[known]
     infinite = np.isinf(numbers)
-    lows = np.where(infinite, math.inf, numbers)
-    highs = np.where(infinite, -math.inf, numbers)
+    lows = highs = numbers
+    if infinite.any():
+        lows = np.where(infinite, math.inf, numbers)
+        highs = np.where(infinite, -math.inf, numbers)
     chosen = {0, len(known) - 1}
     width = len(known) / most
     for column in range(most):

@@ -30,6 +30,7 @@ __all__ = ["Walk", "log2_of", "walk"]
 
 _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
+_FINITE, _OVERFLOW = Seen(finite=True), Seen(finite=False)
 _LONG = 2**17  # steps; for fewer, it takes longer to import NumPy than it saves
 _BLOCK = 2**14  # steps
 
@@ -158,6 +159,7 @@ class _Machine:
         self.bounds = bounds_of(policy)
         self.states: list[Any] = []
         self.numbers: dict[Any, int] = {}
+        self.entered: dict[float, tuple[float, float]] = {}  # exponent, limit by scale
         self.exponents: list[float] = []
         self.limits: list[float] = []
         self.after_finite: list[int] = []
@@ -167,17 +169,20 @@ class _Machine:
         """Return the number of a state; assign one if it is new."""
         number = self.numbers.setdefault(state, len(self.states))
         if number == len(self.states):
-            exponent = log2_of(state.scale)
+            if state.scale not in self.entered:
+                exponent = log2_of(state.scale)
+                self.entered[state.scale] = exponent, _limit(self.trace, exponent)
+            exponent, limit = self.entered[state.scale]
             self.states.append(state)
             self.exponents.append(exponent)
-            self.limits.append(_limit(self.trace, exponent))
+            self.limits.append(limit)
             self.after_finite.append(_UNKNOWN)
             self.after_overflow.append(_UNKNOWN)
         return number
 
     def learn(self, number: int, *, finite: bool) -> int:
         """Compute a transition; return the number of the next state."""
-        seen = Seen(finite=finite)
+        seen = _FINITE if finite else _OVERFLOW
         before, bounds = self.states[number], self.bounds
         state = moved(self.policy, before, seen, ops=PLAIN, bounds=bounds)
         if len(self.states) >= _MOST_STATES:
