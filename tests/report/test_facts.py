@@ -1,6 +1,8 @@
 """What a page says in words and figures, without a browser."""
 
 import math
+import sys
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 
@@ -255,3 +257,19 @@ def test_lines_that_end_together_share_a_label():
     page = buoy.report.html([Run(first, "a"), Run(second, "b"), Run(other, "c")])
     assert '"text":"a,\\\\nb"' in page
     assert '"text":"c"' in page
+
+
+@pytest.mark.parametrize("amax", [2.0, None])
+def test_figures_are_the_same_without_numpy(amax, monkeypatch):
+    """NumPy only makes them faster."""
+    for applied in ([], [True], [True, False, True, True, True, False]):
+        recording = run(applied, amax=amax)
+        rows = [
+            row._replace(amax=row.amax and row.amax / 2**row.step, time=2.0**row.step)
+            for row in recording.rows
+        ]
+        recording = replace(recording, rows=rows)
+        fast = sum_up(recording)
+        monkeypatch.setitem(sys.modules, "numpy", None)
+        assert repr(sum_up(replace(recording, rows=list(rows)))) == repr(fast)
+        monkeypatch.undo()
