@@ -32,10 +32,12 @@ FEATURES = [
 # Combinations that are refused, or make no sense, and why.
 APART = {
     frozenset({"never", "fused"}): "a fused optimizer needs no `sync='never'`",
-    frozenset({"local", "masters"}): "local scales refuse FP16 parameters",
+    frozenset({"local", "masters"}): "local scales do not support FP16 parameters",
     frozenset({"closure", "accumulate"}): "a closure computes its own gradients",
     frozenset({"closure", "spikes"}): "gradients exist only inside the step",
-    frozenset({"closure", "never"}): "a closure's optimizer asks the host itself",
+    frozenset({"closure", "never"}): (
+        "an optimizer with a closure reads the loss on the host"
+    ),
 }  # fmt: skip
 
 
