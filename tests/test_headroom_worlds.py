@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import buoy
 from buoy import Headroom, Seen
 from buoy._core.ops import PLAIN
-from buoy._core.policies import headroom
+from buoy._core.policies import headroom, headroom_ceiling
 from buoy._core.step import MEASUREMENTS
 
 LIMIT, GONE, SMALL = math.log2(65504.0), -25.0, -20.0
@@ -86,8 +86,8 @@ def settles(skips: list[int]) -> bool:
 def test_worlds_settle_only_because_the_ceiling_holds(world, holds, monkeypatch):
     """The check below notices a rule whose ceiling never holds."""
     if not holds:
-        monkeypatch.setattr(headroom, "LEAST", 1.0)
-        monkeypatch.setattr(headroom, "MOST", 1.0)
+        monkeypatch.setattr(headroom_ceiling, "LEAST", 1.0)
+        monkeypatch.setattr(headroom_ceiling, "MOST", 1.0)
 
     assert settles(live(world).skips) == holds
 
@@ -199,10 +199,41 @@ def test_spikes_that_the_loss_announces_cost_nothing(size, height, seed):
     assert not live([*calm, *world]).skips
 
 
-CEILING = {"ceiling", "patience", "waited", "hold", "mark"}
+@few
+@given(st.floats(-30, 0), st.floats(1, 30), st.integers(1, 5),
+       st.sampled_from([0.0, 0.3]), spreads, seeds)  # fmt: skip
+def test_a_loss_that_says_nothing_is_ignored(size, gap, period, noise, spread, seed):
+    """A loss around zero, while the gradients stay: no skip, and no lower scale."""
+    rng = random.Random(seed)
+    world = [
+        Moment(size + noise * rng.gauss(), loss=gap * ((t // period) % 2) - 26.0)
+        for t in range(1000)
+    ]
+    lived = live(world, spread=spread)
+    mute = live([now._replace(loss=None) for now in world], spread=spread)
+
+    assert not lived.skips
+    assert sum(mute.scales[100:]) - sum(lived.scales[100:]) <= 900
 
 
-@pytest.mark.parametrize(("gone", "new"), [(CEILING, {"clean": 7.0}), ({"mark"}, {})])
+def test_a_loss_that_was_ignored_is_believed_again_once_it_is_right(monkeypatch):
+    """One overflow that it announced is enough; ignored, each would cost a step."""
+    liar = [Moment(-5.0, loss=20.0 * (t % 2)) for t in range(100)]
+    honest = [Moment(-5.0 + jump, loss=jump) for jump in 3 * [*[0.0] * 80, 12.0]]
+    world = [*liar, *honest]
+
+    assert 1 == len(live(world, spread=40.0).skips)
+    monkeypatch.setattr(headroom, "DOUBTS", 0.0)
+    assert 1 < len(live(world, spread=40.0).skips)
+
+
+NEW = {"doubts"}
+CEILING = NEW | {"ceiling", "patience", "waited", "hold", "mark"}
+
+
+@pytest.mark.parametrize(
+    ("gone", "new"), [(CEILING, {"clean": 7.0}), (NEW | {"mark"}, {}), (NEW, {})]
+)
 def test_a_state_of_an_earlier_rule_is_upgraded(gone, new):
     """Fields that it had stay; the others start as at the start of a run."""
     state = replace(Headroom().init(scale=2.0**12), margin=3000.0)

@@ -29,6 +29,7 @@ class World:
     hidden: np.ndarray
     start: np.ndarray  # log2
     spread: np.ndarray  # binades
+    loss: np.ndarray | None = None  # log2; not seen if None
 
 
 def hidden(
@@ -71,6 +72,18 @@ def hidden_tasks(
     return replace(world, visible=world.visible.min(0) - 3 + 0 * world.visible)
 
 
+def misleading(
+    runs: int = 200, steps: int = 2000, seed: int = 3, *, wobble: float = 0.0
+) -> World:
+    """Losses that alternate by 3 to 25 binades while the gradients do not."""
+    rng = np.random.default_rng(seed)
+    size = rng.uniform(-30, 0, runs) + wobble * rng.standard_normal((steps, runs))
+    turn = (np.arange(steps)[:, None] // rng.choice([1, 1, 2, 4], runs)) % 2
+    start = np.full(runs, 8.0)
+    loss = turn * rng.uniform(3, 25, runs) - 26.0
+    return World(size, size - 3.0, start, _spread(rng, runs), loss)
+
+
 def _spread(rng: np.random.Generator, runs: int) -> np.ndarray:
     return rng.choice([8.0, 20.0, 40.0], runs)
 
@@ -83,6 +96,8 @@ def skips(policy: Any, world: World) -> np.ndarray:
     for step, (visible, above) in enumerate(
         zip(world.visible, world.hidden, strict=True)
     ):
+        if world.loss is not None:
+            state = policy.foresee(state, np.exp2(world.loss[step]), ops=ARRAYS)
         k = np.log2(state.scale)
         size = visible + k
         finite = np.maximum(size, above + k) <= LIMIT
@@ -114,6 +129,7 @@ def main() -> None:
             500, wobble=x, beside=6.0
         ),
         "only hidden tensors alternate": lambda x: hidden_tasks(500, wobble=x),
+        "only the loss alternates": lambda x: misleading(500, wobble=x),
     }
     noises = (0.0, 0.25, 0.5, 1.0)
     print(

@@ -18,7 +18,9 @@ from buoy._core.policies.registry import saved_classes
 __all__ = ["VERSION", "decode", "encode", "register"]
 
 VERSION = 1
-_CEILING = {"ceiling", "patience", "waited", "hold", "mark"}  # of `HeadroomState`
+# Fields of `HeadroomState` that earlier rules lacked, by what their states have.
+_NEW = {"doubts", "mark"}
+_CEILING = _NEW | {"ceiling", "patience", "waited", "hold"}
 
 _KINDS: dict[str, type[Any]] = {}
 
@@ -112,16 +114,17 @@ def _plain(value: Scalar) -> Any:
 
 
 def _upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a `HeadroomState` without a ceiling or mark, and a preset's `Backoff`.
+    """Upgrade a `HeadroomState` of an earlier rule, and a preset's `Backoff`.
 
-    The first was saved before its rule had these, the second before presets had their
-    own class.
+    The first lacks fields that the rule did not have yet; the second was saved before
+    presets had their own class.
     """
     if saved.get("kind") == "HeadroomState":
         kept = {name: value for name, value in saved.items() if name != "clean"}
         first = _encode(Headroom().init())
-        new = _CEILING if "clean" in saved else {"mark"}
-        return first | kept if first.keys() - kept.keys() == new else saved
+        new = first.keys() - kept.keys()
+        known = (_CEILING,) if "clean" in saved else (_NEW, {"doubts"})
+        return first | kept if new in known else saved
     moved = {"quirks", "growth_step"}
     if saved.get("kind") != "Backoff" or not moved <= saved.keys():
         return saved

@@ -13,16 +13,20 @@ from dataclasses import dataclass, field, replace
 
 from buoy._core.checks import number, ordered, power_of_two
 from buoy._core.ops import Ops, Precision, Scalar, ops_of
+from buoy._core.policies.headroom_ceiling import (
+    FORGET,
+    LEAST,
+    RETREAT,
+    UNIT,
+    UNSET,
+    Ceiling,
+    Found,
+    moved,
+)
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
 __all__ = ["Headroom", "HeadroomState"]
-
-# Logarithms are to base 2, in bits: 1 bit is a factor of two (a binade). They are
-# held as whole numbers of 1/1024 bit, so that float32 and float64, fused or not,
-# compute the same state: all stay below 2^24.
-UNIT = 1024.0
-UNSET = -(2.0**21)
 
 SAFETY = 0.75 * UNIT  # margin beyond the largest remembered spike, plus half its
 SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
@@ -30,15 +34,13 @@ BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
 CHEAPEST = 2.0 * UNIT  # margin that is kept even if gradients underflow
 FADE = UNIT / 64  # decrease of the level per step of zero gradients
 WILD = 256.0  # a log2 of larger magnitude was not measured
-RETREAT = 8.0  # bits down on overflow, up on zeros: one low step beats two lost
 BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
 
-# The ceiling.  Patience and hold are steps.
-HIT, MISSED = 2.0, 4.0  # bits down at the ceiling: if it has risen, if it has not
-LEAST, MOST = 4.0, 2048.0  # hold
-RECUR = 32.0  # growth of the hold when gradients explain an overflow again
-NEAR = 3.0 * UNIT  # gradients that explain overflows count as equal within this
-HASTE = 4.0  # patience falls by this factor when the ceiling rises
+CUT = 3.0 * UNIT  # most that one count of small gradients takes off the margin
+
+# Trust in the loss.
+ALARM = 3.0 * UNIT  # a jump of the loss that the gradients must confirm by half
+DOUBTS = 4.0  # false alarms without a true one, after which the loss is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,11 @@ class HeadroomState:
     margin: Scalar  # learned: how far single steps exceed the envelope
     free: Scalar  # margin that costs no underflow
     overflows: Scalar  # in a row
+    doubts: Scalar  # false alarms of the loss since the last true one
     ceiling: Scalar  # log2 of the highest scale to use
     patience: Scalar  # finite steps at the ceiling after which it rises
     waited: Scalar  # finite steps at the ceiling so far
-    hold: Scalar  # patience of a ceiling that proves right
+    hold: Scalar  # patience of a ceiling that a level of the gradients explains
     mark: Scalar  # log2 of the gradient that explained an overflow last
 
 
@@ -91,17 +94,16 @@ class Headroom:
                 with spike = last a - max(a, E)
             underflow measured: free margin up while nothing is lost, else down;
                 learned margin down to 2 where it costs more than `cost_share`
-            planned = floor(max_log2 - max(E + max(margin, free), a + 0.75)), at most
-                the ceiling; after `patience` steps at it, ceiling + 1, patience / 4
-        overflow below the ceiling:
-            planned = ceiling = k - 8, patience = 1
-            counts as a = max_log2 - k + 2; the next finite step shows whether it was
-            a spike, neither, or a new level of a: ceiling = planned, patience = hold
-        overflow at the ceiling:
-            planned = ceiling = k - 2 (k - 4 if it has not risen since the last one),
-            patience = hold = 2048; the margin learns nothing
+            planned = floor(max_log2 - max(E + max(margin, free), a + 0.75)),
+                at most the ceiling
+        overflow:
+            planned = ceiling = k - 8, and the ceiling is free;
+            counts as a = max_log2 - k + 2: a spike, or with the next step a new level
+        overflow at the ceiling, or less than 32 below a free one:
+            planned = ceiling = k - 2 (k - 4 if it has not risen since the last one);
+            it holds; the margin learns nothing
         further overflows in a row:
-            planned = ceiling = k - 16, k - 32, k - 64; patience / 2
+            planned = ceiling = k - 16, k - 32, k - 64
         all gradients zero:
             planned = k + 8 before the first measurement, else E released;
             not above 2^32, not above the ceiling
@@ -110,8 +112,14 @@ class Headroom:
     lower the scale for long, and a lasting jump is followed at once.
 
     The ceiling is for what the weights' gradients do not show: an overflow in an
-    activation gradient, or tasks that alternate.  A new level of a sets `hold` to 4, or
-    makes it 32 times longer, up to 2048, if it is within 3 of the one before.
+    activation gradient, or tasks that alternate.  A free ceiling rises by 1 per step.
+    A new level of a that explains an overflow becomes the ceiling, too, and holds it
+    for 4 steps.  An overflow at the ceiling, and a level within 3 of the last that
+    explained one, hold it 32 times longer than before, up to 2048 steps.  Held, it
+    rises by 1 after this many steps at it, then 4 times faster for each further 1.
+
+    A loss that jumps by 3 or more while a rises by less than half of it is a false
+    alarm.  After 4 of them the loss is ignored, until an alarm proves true.
 
     Example:
         >>> policy = Headroom()
@@ -190,7 +198,8 @@ class Headroom:
             margin=2 * UNIT,
             free=0.0,
             overflows=0.0,
-            ceiling=self.constants.highest + 1.0,
+            doubts=0.0,
+            ceiling=self.constants.highest + FORGET,
             patience=1.0,
             waited=0.0,
             hold=LEAST,
@@ -212,7 +221,8 @@ class Headroom:
         size = where(usable, size, UNSET)
         size = where(size > state.loss, size, state.loss)  # if called again
         jump = ops.floor((size - state.loss_envelope) / UNIT)
-        jump = where((state.loss_envelope > UNSET) & (jump > 0), jump, 0.0)
+        trusted = (state.loss_envelope > UNSET) & (state.doubts < DOUBTS)
+        jump = where(trusted & (jump > 0), jump, 0.0)
         k = state.planned - jump
         k = where(k < lowest, lowest, k)
         return replace(state, scale=ops.exp2(k), loss=size)
@@ -236,9 +246,9 @@ class Headroom:
         size = ops.cast(where(measured, amax, 0.0), "float32")
         size = ops.floor(size * UNIT) - used * UNIT
         news, last, loss_level, level = self._levels(state, size, ops)
-        # An overflow at the ceiling does not teach the margin either.
-        failed, hit = state.overflows > 0.0, state.patience > 1.0
-        last, free = where(failed & hit, level, last), state.free
+        # An overflow at a ceiling that holds does not teach the margin.
+        failed, held = state.overflows > 0.0, state.patience > 1.0
+        last, free = where(failed & held, level, last), state.free
         margin = self._learn(state.margin, news, last, level, ops)
         if seen.underflow is not None:
             spare = limit - used * UNIT - level
@@ -253,11 +263,17 @@ class Headroom:
         k = ops.floor((limit - top) / UNIT)
         blind = where(used < BLIND - RETREAT, used + RETREAT, BLIND)
         k = where(known | measured, k, where(used < BLIND, blind, used))
-        explained = measured & known & (state.overflows > where(hit, 1.0, 0.0))
-        explained = explained & (k * UNIT < limit + BEYOND - state.last)
+        explained = measured & known & failed
+        explained = explained & (size > state.envelope + UNIT)
         cause = where(explained & (size > state.last - 2.0 * BEYOND), size, UNSET)
-        k, *ceiling = self._ceiling(state, used, k, finite, overflows, cause, ops)
+        ceiling = Ceiling(
+            state.ceiling, state.patience, state.waited, state.hold, state.mark
+        )
+        bounds = self.constants.lowest, self.constants.highest
+        step = Found(used, k, finite, overflows, cause)
+        k, ceiling = moved(ceiling, step, bounds, ops)
         beyond = where(first, limit - used * UNIT + BEYOND, state.last)
+        doubts = self._doubt(state, size, measured, first, ops)
         return HeadroomState(
             ops.exp2(k),
             k,
@@ -269,49 +285,24 @@ class Headroom:
             margin,
             free,
             overflows,
+            doubts,
             *ceiling,
         )
 
-    def _ceiling(
+    def _doubt(
         self,
         state: HeadroomState,
-        used: Scalar,
-        k: Scalar,
-        finite: Scalar,
-        overflows: Scalar,
-        cause: Scalar,  # the gradient that explains the last overflow, or UNSET
+        size: Scalar,
+        measured: Scalar,
+        first: Scalar,
         ops: Ops,
-    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]:
-        """Return the planned exponent and the fields of the ceiling."""
-        where, floor, explained = ops.where, ops.floor, cause > UNSET
-        at = used >= state.ceiling
-        hit = at & (overflows == 1.0)
-        # How long a ceiling holds.
-        again = explained & (cause < state.mark + NEAR) & (cause > state.mark - NEAR)
-        hold = where(explained, where(again, state.hold, LEAST), state.hold)
-        longer = hold * where(again, RECUR, 1.0)
-        longer = where(hit | (longer > MOST), MOST, longer)
-        # Finite steps at the ceiling raise it.
-        waited = where(finite, state.waited + where(at, 1.0, 0.0), 0.0)
-        rises = finite & at & (waited >= state.patience)
-        patience = where(rises, floor(state.patience / HASTE), state.patience)
-        ceiling = where(explained, k, state.ceiling + where(rises, 1.0, 0.0))
-        # An overflow lowers it: far to search from there, little where it was right.
-        missed = state.patience >= hold
-        back = RETREAT * ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
-        back = where(hit, where(missed, MISSED, HIT), back)
-        ceiling = where(finite, ceiling, self._bound(used - back, ops))
-        row = where(overflows > 1.0, floor(patience / 2.0), 1.0)
-        patience = where(finite, patience, row)
-        patience = where(hit | explained, longer, patience)
-        return (
-            self._bound(where(finite & (k < ceiling), k, ceiling), ops),
-            ceiling,
-            where(patience > 1.0, patience, 1.0),
-            where(rises | explained, 0.0, waited),
-            longer,
-            where(explained, cause, state.mark),
-        )
+    ) -> Scalar:
+        """Count the alarms of the loss that the gradients do not confirm."""
+        where, alarm = ops.where, state.loss - state.loss_envelope
+        judged = (state.loss_envelope > UNSET) & (alarm >= ALARM) & (measured | first)
+        false = measured & (size - state.envelope < alarm / 2.0)
+        more = where(state.doubts < DOUBTS, state.doubts + 1.0, DOUBTS)
+        return where(judged, where(false, more, 0.0), state.doubts)
 
     def _levels(
         self, state: HeadroomState, size: Scalar, ops: Ops
@@ -325,8 +316,9 @@ class Headroom:
         both = where(loss < last_loss, loss, last_loss)
         loss_level = self._follow(state.loss_envelope, loss, both, loss, ops)
         loss_level = where(loss > UNSET, loss_level, state.loss_envelope)
-        news = size - where(loss > loss_level, loss - loss_level, 0.0)
-        last = state.last - where(last_loss > loss_level, last_loss - loss_level, 0.0)
+        believed = where(state.doubts < DOUBTS, loss_level, -UNSET)
+        news = size - where(loss > believed, loss - believed, 0.0)
+        last = state.last - where(last_loss > believed, last_loss - believed, 0.0)
         both = where(news < last, news, last)
         level = self._follow(state.envelope, size, both, news, ops)
         return news, last, loss_level, level
@@ -369,17 +361,11 @@ class Headroom:
         wanted = where(wanted < up, where(wanted > down, wanted, down), up)
         wanted = where(wanted < c.freest, wanted, c.freest)
         wanted = where(wanted > 0.0, wanted, 0.0)
-        down = where(margin - 2 * UNIT > CHEAPEST, margin - 2 * UNIT, CHEAPEST)
+        down = where(margin - CUT > CHEAPEST, margin - CUT, CHEAPEST)
         dear = spare + c.cost_log2
         dear = where(dear > down, dear, down)
         known = underflow >= 0.0  # not measured is NaN
         return where(known & (dear < margin), dear, margin), where(known, wanted, free)
-
-    def _bound(self, k: Scalar, ops: Ops) -> Scalar:
-        """Clamp an exponent to the bounds of the scale."""
-        lowest, highest = self.constants.lowest, self.constants.highest
-        k = ops.where(k < highest, k, highest)
-        return ops.where(k > lowest, k, lowest)
 
 
 def _log2(x: Scalar, ops: Ops) -> tuple[Scalar, Scalar]:

@@ -1,0 +1,97 @@
+"""The ceiling of Headroom's scale: what overflows teach that gradients do not show.
+
+An activation gradient may overflow while the weights' gradients are far from it, and
+tasks that alternate need the scale of the largest.  The ceiling finds such a limit from
+the overflows alone, and tries it again only rarely.
+"""
+
+from typing import NamedTuple
+
+from buoy._core.ops import Ops, Scalar
+
+__all__ = ["FORGET", "LEAST", "RETREAT", "UNIT", "UNSET", "Ceiling", "Found", "moved"]
+
+# Logarithms are to base 2, in bits: 1 bit is a factor of two (a binade). They are
+# held as whole numbers of 1/1024 bit, so that float32 and float64, fused or not,
+# compute the same state: all stay below 2^24.
+UNIT = 1024.0
+UNSET = -(2.0**21)
+
+RETREAT = 8.0  # bits down on overflow, up on zeros: one low step beats two lost
+
+# Patience and hold are steps.
+HIT, MISSED = 2.0, 4.0  # bits down at the ceiling: if it has risen, if it has not
+LEAST, LONGER, MOST = 4.0, 32.0, 2048.0  # hold: at first, its growth, its limit
+NEAR = 3.0 * UNIT  # gradients that explain overflows count as equal within this
+HASTE = 4.0  # patience falls by this factor when the ceiling rises
+CLOSE = 32.0  # bits below a free ceiling in which an overflow counts as at it
+FORGET = 512.0  # bits above the highest scale at which a free ceiling is forgotten
+
+
+class Ceiling(NamedTuple):
+    """The ceiling's part of the state; the fields are those of `HeadroomState`."""
+
+    ceiling: Scalar
+    patience: Scalar
+    waited: Scalar
+    hold: Scalar
+    mark: Scalar
+
+
+class Found(NamedTuple):
+    """What the ceiling learns from a step."""
+
+    used: Scalar  # log2 of its scale
+    k: Scalar  # what the gradients suggest for the next
+    finite: Scalar
+    overflows: Scalar  # in a row, this step included
+    cause: Scalar  # the gradient that explains the last overflow, or UNSET
+
+
+def moved(
+    before: Ceiling, found: Found, bounds: tuple[float, float], ops: Ops
+) -> tuple[Scalar, Ceiling]:
+    """Return log2 of the next scale, at most the ceiling, and the next ceiling."""
+    where, floor = ops.where, ops.floor
+    used, k, finite, overflows, cause = found
+    unused = bounds[1] + FORGET
+    # A ceiling without patience is free: it rises at every step.
+    free = before.patience <= 1.0
+    at = used >= before.ceiling - where(free, CLOSE, 0.0)
+    hit = at & (overflows == 1.0)
+    # How long it holds: longer if the cause is the same, and recent.
+    explained = cause > UNSET
+    again = explained & (cause < before.mark + NEAR) & (cause > before.mark - NEAR)
+    known = (before.ceiling < unused) & (again | (cause <= UNSET))
+    hold = where(known, before.hold, LEAST)
+    hold = where(again | hit, hold * LONGER, hold)
+    hold = where(hold < MOST, hold, MOST)
+    # Finite steps at the ceiling raise it.
+    waited = where(finite, before.waited + where(at | free, 1.0, 0.0), 0.0)
+    rises = finite & (waited >= before.patience)
+    patience = where(rises, floor(before.patience / HASTE), before.patience)
+    ceiling = where(explained, k, before.ceiling + where(rises, 1.0, 0.0))
+    ceiling = where(ceiling < unused, ceiling, unused)
+    # An overflow lowers it: far to search from there, little where it was right.
+    missed = (before.patience >= before.hold) & (before.hold > LEAST)
+    back = RETREAT * ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
+    back = where(hit, where(missed, MISSED, HIT), back)
+    ceiling = where(finite, ceiling, _within(used - back, bounds, ops))
+    row = where(overflows > 1.0, floor(patience / 2.0), 1.0)
+    patience = where(finite, patience, row)
+    patience = where(hit | explained, hold, patience)
+    k = where(finite & (k < ceiling), k, ceiling)
+    return _within(k, bounds, ops), Ceiling(
+        ceiling,
+        where(patience > 1.0, patience, 1.0),
+        where(rises | explained, 0.0, waited),
+        hold,
+        where(explained, cause, before.mark),
+    )
+
+
+def _within(k: Scalar, bounds: tuple[float, float], ops: Ops) -> Scalar:
+    """Clamp an exponent to the bounds of the scale."""
+    lowest, highest = bounds
+    k = ops.where(k < highest, k, highest)
+    return ops.where(k > lowest, k, lowest)
