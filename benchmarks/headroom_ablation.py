@@ -5,7 +5,8 @@
 Replay: skipped per 1000 steps / % of weight gradients / % of activation gradients lost,
 mean over 48 traces and 12 regimes, the loss blind to them.  Worlds: mean and largest
 number of skips in 200 generated runs of 2000 steps with a hidden ceiling, with tasks
-that alternate, and with a loss that alternates while the gradients do not.
+that alternate while hidden tensors are 6 binades above, and with a loss that alternates
+while the gradients do not.
 """
 
 import sys
@@ -25,7 +26,7 @@ from buoy._core.policies import headroom, headroom_ceiling
 from buoy._core.policies.headroom_ceiling import UNIT
 
 NEVER = 1e6 * UNIT
-WORLDS = (hidden, alternating, misleading)
+WORLDS = (hidden, lambda: alternating(wobble=0.25, beside=6.0), misleading)
 VARIANTS: dict[str, dict[str, float]] = {
     "the rule": {},
     "no margin beyond the largest spike": {"SAFETY": 0.0},

@@ -329,6 +329,25 @@ def jump(silent: int | None) -> Any:
     return used
 
 
+def half_losses(silent: int | None) -> Any:
+    """Train with tiny FP16 losses; say the scales, and whether every step counted."""
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", policy="headroom")
+    steps = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        if dist.get_rank() != silent:
+            weight = model.weight.half()
+            scaler.scale((weight * 1e-2).square().mean()).backward()
+        else:
+            scaler.scale(model(torch.zeros(1, 3)).sum() * 0.0).backward()
+        scaler.step(optimizer)
+        steps.append((scaler.last_step.scale, scaler.last_step.applied))
+        scaler.update()
+    return steps
+
+
 # -- norms ----------------------------------------------------------------------------
 
 

@@ -182,6 +182,31 @@ def test_the_gradient_of_an_fp16_loss_never_overflows_by_the_scale(
     assert max(scales) == 2.0**15
 
 
+@pytest.mark.slow
+def test_a_compiled_step_caps_the_scale_of_an_fp16_loss():
+    """At most 2^15, as without compilation."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = GradScaler("cpu", policy="headroom")
+    x = torch.randn(32, 4).half()
+
+    @torch.compile(fullgraph=True)
+    def scaled():
+        weight, bias = (p.half() for p in model.parameters())
+        loss = (((x @ weight.T + bias) - x).mul(1e-2) ** 2).mean()
+        return scaler.scale(loss)
+
+    scales = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        scaled().backward()
+        scaler.step(optimizer)
+        scales.append(scaler.last_step.scale)
+        assert scaler.last_step.applied
+        scaler.update()
+    assert max(scales) == 2.0**15
+
+
 def test_torchs_rule_scales_an_fp16_loss_as_torch_does():
     """Its trajectory is torch's: 2^16 overflows once, and the step is skipped."""
     model = torch.nn.Linear(4, 4)

@@ -88,7 +88,7 @@ class TorchContract(TorchGradScaler):
         for work in self._per_optimizer_states.values():
             if work.freshness is not None:
                 work.freshness.expect_backward()
-        if loss.dtype is torch.float16 and not self._agreement.active:
+        if loss.dtype is torch.float16:
             rule.half = True
         if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
             iteration.losses.append(noted)

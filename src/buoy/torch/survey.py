@@ -173,10 +173,10 @@ class Surveyor:
 
     def foresee(self, loss: torch.Tensor | None) -> None:
         """Pass this iteration's first loss, the largest of all ranks, to the policy."""
-        rule = self.rule
-        if rule.foreseen or not ("loss" in rule.wants or rule.half):
+        rule, shared = self.rule, self.agreement.active
+        if rule.foreseen or not ("loss" in rule.wants or (rule.half and not shared)):
             return
-        if self.agreement.active:
+        if shared:
             if self.iteration.in_schedule:
                 return  # other stages would not join this all-reduce
             loss = self._largest_loss(loss)
@@ -184,16 +184,21 @@ class Surveyor:
             rule.foresee(loss)
 
     def _largest_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the largest |loss| of all ranks; ranks without a loss join, too."""
-        home = self.rule.now().device
-        own = torch.full((), -1.0, dtype=torch.float32, device=home)
+        """Return the largest |loss| of all ranks; ranks without a loss join, too.
+
+        They also learn whether a loss is FP16, where the host can read it.
+        """
+        rule = self.rule
+        own = torch.tensor([-1.0, float(rule.half)], device="cpu")
+        own = own.to(rule.now().device, non_blocking=True)
         if loss is not None:
-            own = loss.detach().float().abs().to(home, non_blocking=True)
-        agreed = self.agreement.largest(own, "loss")
-        self.rule.foreseen = True
-        if backend.in_host_memory(agreed) and backend.read_host_memory(agreed) < 0:
-            return None
-        return agreed.abs()
+            own[0] = loss.detach().float().abs()
+        agreed, half = self.agreement.largest(own, "loss").unbind()
+        rule.foreseen = True
+        if not backend.in_host_memory(agreed):
+            return agreed.abs()
+        rule.half = backend.read_host_memory(half) > 0
+        return agreed.abs() if backend.read_host_memory(agreed) >= 0 else None
 
     # -- clipping ----------------------------------------------------------------------
 
