@@ -127,8 +127,11 @@ def test_torch_s_setters_reach_the_policy():
     scaler = GradScaler("cpu", policy="torch", init_scale=8.0)
     scaler.set_growth_interval(1)
     scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
     run(scaler, None)
     assert scaler.get_scale() == 32.0
+    run(scaler, float("inf"))
+    assert scaler.get_scale() == 8.0
     with pytest.raises(OptionError, match="has no `growth_factor`"):
         GradScaler("cpu", policy="headroom").set_growth_factor(4.0)
 

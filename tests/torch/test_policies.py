@@ -266,6 +266,7 @@ def test_a_policy_may_veto_a_finite_step(kind, visible, way, monkeypatch):
     assert scaler.last_step.skipped
     assert all(map(torch.equal, model.parameters(), net().parameters()))
     assert scaler.get_scale() == 8.0
+    assert not visible or "applied=0, skipped=1" in repr(scaler)
 
 
 @pytest.mark.parametrize("clip", [False, True])
