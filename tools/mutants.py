@@ -47,7 +47,8 @@ _EVERYDAY = tuple(
     for name in (
         "methods", "recipients", "scale_tensor", "calls", "gathered", "clip", "drop_in",
         "steps", "rows", "stale_looks", "verdicts", "resume", "bad_options", "wrappers",
-        "known", "call_order", "record", "no_wait", "policies",
+        "known", "bounds", "copies", "dtypes", "idle", "call_order", "record",
+        "no_wait", "policies",
     )
 )  # fmt: skip
 _OTHERS = ("-m", "not slow", "tests/torch", *(f"--ignore={one}" for one in _EVERYDAY))
@@ -84,9 +85,9 @@ _RUNS = "tests/distributed/test_pipeline.py::test_{}_runs_in_a_pipeline"
 _PIPELINE = (_RUNS.format("a_policy_that_looks_at_the_loss"),)
 _MEASURES = ("-m", "not slow", "tests/test_backends.py", "tests/test_sample.py")
 _CORE = (
-    "tests/test_step.py",
-    "tests/test_scale_bounds.py",
-    "tests/torch/test_verdicts.py",
+    ("tests/test_verdicts.py",),
+    ("-m", "not slow", "tests/test_step.py", "tests/test_sample.py"),
+    ("tests/test_scale_bounds.py", "tests/torch/test_verdicts.py"),
 )
 _JAX = (
     ("tests/jax/test_steps.py", "tests/jax/test_gradients.py"),
@@ -104,7 +105,7 @@ TESTS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("src/buoy/torch/*", _TORCH),
     ("src/buoy/_backends/torch/gradients.py", (*_TORCH, _NORMS)),
     ("src/buoy/_backends/torch/*", (*_TORCH, _MEASURES)),
-    ("src/buoy/_core/*", (_CORE, *_TORCH, *_JAX)),
+    ("src/buoy/_core/*", (*_CORE, *_TORCH, *_JAX)),
 )
 PRELOADED = ("torch", "numpy", "pytest")  # JAX must not be forked
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
