@@ -210,10 +210,12 @@ class TorchContract(TorchGradScaler):
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        if self._rule.tensor is None:
+            self._check_scale_growth_tracker("_check_inf_per_device")
         work = self._per_optimizer_states[id(optimizer)]
         work.optimizer = optimizer
         if is_foreign(self._unscale_grads_):  # a subclass checks in its own way
+            scale: Any = self._rule.tensor
             one, zero = torch.ones_like(scale), torch.zeros_like(scale)
             flags = self._unscale_grads_(optimizer, one, zero, True)
         else:
@@ -359,7 +361,7 @@ class TorchContract(TorchGradScaler):
 
     def _update(self, new_scale: Any = None, *, idle: bool = False) -> None:
         """Update this scale only, and end its iteration; `idle`: needs no step."""
-        rule = self._rule
+        rule, iteration = self._rule, self._iteration
         if rule.tensor is None:
             self._check_scale_growth_tracker("update")
         works = list(self._per_optimizer_states.values())
@@ -373,11 +375,11 @@ class TorchContract(TorchGradScaler):
             check_new_scale(new_scale, self._device, rule)
             rule.set(new_scale)
         try:
-            scales = before, rule.move(evidence, now).copy
-            ended = works, evidence, self._iteration, rule.turn - 1, scales, now.device
-            self._log.end(Ended(*ended), self._hooks)
+            scales, turn = (before, rule.move(evidence, now).copy), rule.turn - 1
+            ended = Ended(works, evidence, iteration, turn, scales, now.device)
+            self._log.end(ended, self._hooks)
         finally:
-            self._iteration.scalings, self._iteration.deferred = 0, False
+            iteration.scalings, iteration.deferred = 0, False
             self._per_optimizer_states = defaultdict(Work)
 
     def state_dict(self) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
 
 def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
     """Combine the findings of several optimizers; None if there are none."""
-    flags, outcomes, measured = [], [], []
+    found: list[Evidence] = []
     for work in works:
         learns = work.policy_flags
         flag = combined(
@@ -233,16 +233,15 @@ def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
         if learns is not None or work.outcome is None:  # not read on the host yet
             seen = backend.host_value(flag)
             finite = None if seen is None else not seen
-        flags.append(flag)
-        outcomes.append(finite)
-        measured.append(work.measured)
-    if len(flags) <= 1:
-        return Evidence(flags[0], outcomes[0], measured[0]) if flags else None
+        found.append(Evidence(flag, finite, work.measured))
+    if len(found) <= 1:
+        return found[0] if found else None
+    flags, outcomes, measured = zip(*found, strict=True)
     known = None if None in outcomes else all(outcomes)
     return Evidence(torch.stack(flags).max(), known, merged(measured, home))
 
 
-def merged(found: list[Measured], home: torch.device) -> Measured:
+def merged(found: Sequence[Measured], home: torch.device) -> Measured:
     """Combine several measurements of gradients: the largest of each."""
     whole: Measured = {}
     for name in MEASUREMENTS:

@@ -137,7 +137,8 @@ class StepLog:
         skipped = () if finite else (one for one in stepped if one._applied is False)
         bad = next(iter(skipped), None)
         if finite or (bad is None and stepped):
-            norm, amax = _sizes(ended.works)
+            one = ended.works[0] if len(ended.works) == 1 else None
+            norm, amax = (one.norm, one.amax) if one else _sizes(ended.works)
             scale: Any = after
             if not isinstance(after, float):
                 scale = partial(backend.read_one, after)
