@@ -210,12 +210,10 @@ class TorchContract(TorchGradScaler):
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self._rule.tensor is None:
-            self._check_scale_growth_tracker("_check_inf_per_device")
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         work = self._per_optimizer_states[id(optimizer)]
         work.optimizer = optimizer
         if is_foreign(self._unscale_grads_):  # a subclass checks in its own way
-            scale: Any = self._rule.tensor
             one, zero = torch.ones_like(scale), torch.zeros_like(scale)
             flags = self._unscale_grads_(optimizer, one, zero, True)
         else:
