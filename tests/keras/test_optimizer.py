@@ -53,6 +53,27 @@ def test_a_gradient_that_overflows_when_divided_is_skipped():
     assert loop.optimizer.last_step.offenders == (loop.variable.path,)
 
 
+@pytest.mark.parametrize("kind", ["clipnorm", "global_clipnorm"])
+def test_a_norm_that_keras_cannot_compute_is_no_step(kind):
+    """Each gradient is finite; clipped by an infinite norm, Keras' are NaN or 0."""
+    loop = Loop(scaled(inner=SGD(0.5, **{kind: 1.0}), initial_scale=2.0**4))
+    loop.apply(np.full(3, 2.0**70))  # 2^66 unscaled: squares are beyond float32
+
+    assert loop.weight.tolist() == [1.0] * 3
+    assert not loop.optimizer.last_step.applied
+    loop.apply(np.full(3, 2.0**60))
+    assert loop.optimizer.last_step.applied
+    assert loop.weight.tolist() == pytest.approx([1.0 - 0.5 / math.sqrt(3.0)] * 3)
+
+
+def test_a_norm_beyond_float32_matters_only_to_clipping():
+    """Without clipping, finite gradients are applied."""
+    loop = Loop(scaled(inner=SGD(2.0**-70), initial_scale=2.0**4))
+    loop.apply(np.full(3, 2.0**70))
+
+    assert loop.weight.tolist() == [1.0 - 2.0**-4] * 3
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_skipped_step_changes_only_the_scale(bad):
     """Momentum, iterations, averages and accumulators stay as they were."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Self
 
 import keras
@@ -72,7 +73,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             **kwargs,
         )
         self._policy_given = policy is not None
-        self._scaling = Scaling(rule)
+        self._scaling = Scaling(rule, self.inner_optimizer)
         self._places: dict[int, int] = {}  # of the model's variables, by id
         self._unscaled_from: tuple[Any, ...] = ()  # see `get_unscaled_gradients`
 
@@ -93,7 +94,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         super().build(var_list)
         self._places = {id(variable): i for i, variable in enumerate(var_list)}
-        self._scaling.build(self, [_name(variable) for variable in var_list])
+        elements = sum(prod(variable.shape) for variable in var_list)
+        self._scaling.build(self, [_name(v) for v in var_list], elements)
 
     # --- the outcomes of steps
 

@@ -12,6 +12,7 @@ from keras import ops as kops
 from buoy._core.advance import Found, advance, capped, foreseen, single
 from buoy._core.bounds import initial
 from buoy._core.errors import CallOrderError
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.step import MEASUREMENTS
@@ -56,14 +57,20 @@ class Looked(NamedTuple):
 class Scaling:
     """The policy, and its state in variables once the optimizer is built."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, inner: Any) -> None:
         backend().check(policy)
         self.policy = policy
+        self._inner = inner  # the optimizer that takes the steps, and may clip
+        self._elements = 0
         self.variables: Variables | None = None
         self.half_loss = False  # known as soon as a loss is scaled, or traced
 
-    def build(self, optimizer: Any, names: Sequence[str]) -> None:
-        """Make the variables of an optimizer for model variables of these names."""
+    def build(self, optimizer: Any, names: Sequence[str], elements: int) -> None:
+        """Make the variables of an optimizer, for model variables of these names.
+
+        `elements` is the number of elements of all of them.
+        """
+        self._elements = elements
         self.variables = Variables(
             optimizer, initial(self.policy), self.policy.precision, names
         )
@@ -118,6 +125,11 @@ class Scaling:
             _put(bad, places, backend().look(tensors, kops.ones_like(scale)).bad)
         flags = kops.stack(bad) if bad else kops.zeros((0,), "bool")
         finite = kops.logical_not(kops.any(flags))
+        if self._inner.clipnorm or self._inner.global_clipnorm:
+            # Keras divides by the root of a sum of squares: by inf, all become NaN.
+            top = found.amax * (parts / carried)
+            fits = top * top * float(self._elements) <= FLOAT32_MAX
+            finite = kops.logical_and(finite, fits)
         return Looked(found._replace(bad=flags, finite=finite), measured)
 
     def _measured(self, tensors: list[Any], lowered: Scalar) -> dict[str, Scalar]:
