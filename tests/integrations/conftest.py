@@ -4,6 +4,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-SCRIPTS = ["ddp.py", "recipes.py", "zero.py"]  # run in processes of their own
+# Run in processes of their own.
+SCRIPTS = ["ddp.py", "recipes.py", "verl_engine.py", "zero.py"]
 collect_ignore_glob = SCRIPTS if find_spec("accelerate") else ["*.py"]
 sys.path.insert(0, str(Path(__file__).parent))
