@@ -162,6 +162,11 @@ def _unwrapped(method: Any) -> Any:
     return method
 
 
+# Looked up here: torch 2.15 cannot trace the search.
+_OPTIMIZERS = [one for one in vars(torch.optim).values() if hasattr(one, "_init_group")]
+_INIT_GROUP = {kind: _unwrapped(kind._init_group) for kind in _OPTIMIZERS}
+
+
 class _Traceable:
     """An optimizer's parameter groups and state in a class that the compiler traces.
 
@@ -177,7 +182,8 @@ class _Traceable:
         self.defaults = optimizer.defaults
 
     def _init_group(self, *args: Any) -> Any:
-        return _unwrapped(self.kind._init_group)(self, *args)
+        init_group = _INIT_GROUP.get(self.kind) or _unwrapped(self.kind._init_group)
+        return init_group(self, *args)
 
     def _cuda_graph_capture_health_check(self) -> None:
         """Nothing to check: the compiler itself requires `capturable`."""
