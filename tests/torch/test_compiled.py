@@ -353,3 +353,24 @@ def test_the_gradients_of_every_backward_pass_fit_one_graph():
     assert [norm.item() for norm in norms] == [6.0, float("inf"), 8.0]
     assert scaler.get_scale() == 4.0
     assert scaler.last_step.applied
+
+
+def test_the_scale_does_not_move_between_an_eager_and_a_compiled_loss():
+    """A policy that looks ahead looks at the first one."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", policy="headroom")
+    for _ in range(20):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    before = scaler.get_scale()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def scaled(weight):
+        return scaler.scale((weight + 1e5).sum())
+
+    scaler.scale(weight.sum())
+    scaled(weight)
+    assert scaler.get_scale() == before

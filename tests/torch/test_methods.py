@@ -158,6 +158,21 @@ def test_an_optimizer_that_takes_the_scaler_returns_and_hides():
             scaler.update()
 
 
+class TakingByProperty(Taking):
+    """Declares its support as wrappers do, and wraps nothing."""
+
+    _step_supports_amp_scaling = property(lambda self: True)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+def test_an_optimizer_that_takes_the_scaler_gets_it_however_it_declares_that():
+    """Its `step` has the argument."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = TakingByProperty([param]), GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer) == 7
+
+
 def test_a_disabled_scaler_returns_what_the_optimizer_does():
     """And forgets a norm that no step used."""
     param = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
