@@ -148,10 +148,10 @@ def test_a_check_takes_the_cheapest_kernel(size, bad):
     assert {**CHECKED[size], **further} == passes.seen
 
 
-@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("first", [None, "load", "set"])
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("kind", ONE_PASS)
-def test_gradients_are_read_once(kind, hidden, loaded, monkeypatch):
+def test_gradients_are_read_once(kind, hidden, first, monkeypatch):
     """One pass checks and unscales; with clipping one measures, and one writes."""
     if hidden:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
@@ -161,8 +161,10 @@ def test_gradients_are_read_once(kind, hidden, loaded, monkeypatch):
     scaler = GradScaler("cpu", init_scale=1.0)  # the least that is safe to divide by
     for _ in range(3):
         optimizer.zero_grad()
-        if loaded:
+        if first == "load":
             scaler.load_state_dict(scaler.state_dict())
+        elif first == "set" and scaler._scale is not None:
+            scaler.update(1.0)
         scaler.scale(sum(param.square().sum() for param in params)).backward()
         with Passes([param.grad for param in params]) as passes:
             if kind.endswith("clip_grad_norm_"):

@@ -284,3 +284,33 @@ def test_an_optimizer_without_gradients_is_measured_at_no_turn(clip):
             scaler.step(optimizer)
         scaler.update()
         assert scaler.last_step_of(optimizers[0]).applied
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_policy_that_wants_it_gets_the_share_of_small_gradients(
+    kind, visible, monkeypatch
+):
+    """Of those that are not zero, at every 16th turn."""
+    if not visible:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    noted = []
+
+    class Noting(buoy.Backoff):
+        wants = frozenset({"underflow"})
+
+        def update(self, state, seen, *, ops=None):
+            noted.append(seen.underflow)
+            return super().update(state, seen, ops=ops)
+
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = OPTIMIZERS[kind]([param])
+    scaler = GradScaler("cpu", policy=Noting(init_scale=1.0))
+    for _ in range(17):
+        optimizer.zero_grad()
+        scaler.scale((param * torch.tensor([1.0, 2.0, 2.0**-30, 0.0])).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [None] * 15 == noted[:15]
+    assert float(noted[15]) == pytest.approx(1 / 3)
+    assert noted[16] is None
