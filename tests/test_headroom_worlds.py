@@ -199,6 +199,22 @@ def test_spikes_that_the_loss_announces_cost_nothing(size, height, seed):
     assert not live([*calm, *world]).skips
 
 
+@pytest.mark.parametrize(
+    ("rate", "finite_loss", "allowed"), [(0.3, False, 3), (0.002, True, 8)]
+)
+def test_bad_batches_do_not_lower_the_scale(rate, finite_loss, allowed):
+    """If the loss shows it, any number of them; if it does not, some."""
+    rng = random.Random(0)
+    world = [
+        Moment(-10.0, loss=0.0 if finite_loss or not bad else math.nan, bad=bad)
+        for bad in (rng.random() < rate for _ in range(8000))
+    ]
+    lived = live(world, spread=40.0)
+    mean = sum(lived.scales[1000:]) / 7000
+
+    assert mean >= world[0].fits - allowed
+
+
 @few
 @given(st.floats(-30, 0), st.floats(1, 30), st.integers(1, 5),
        st.sampled_from([0.0, 0.3]), spreads, seeds)  # fmt: skip
@@ -227,7 +243,7 @@ def test_a_loss_that_was_ignored_is_believed_again_once_it_is_right(monkeypatch)
     assert 1 < len(live(world, spread=40.0).skips)
 
 
-NEW = {"doubts"}
+NEW = {"doubts", "since"}
 CEILING = NEW | {"ceiling", "patience", "waited", "hold", "mark"}
 
 

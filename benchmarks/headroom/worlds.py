@@ -88,10 +88,30 @@ def _spread(rng: np.random.Generator, runs: int) -> np.ndarray:
     return rng.choice([8.0, 20.0, 40.0], runs)
 
 
-def skips(policy: Any, world: World) -> np.ndarray:
-    """Return which steps of which runs are skipped."""
+def bad_batches(
+    runs: int = 64, steps: int = 4000, seed: int = 4, *, rate: float = 1 / 200
+) -> World:
+    """Gradients that stay, and steps that are not finite at any scale."""
+    rng = np.random.default_rng(seed)
+    size = -10 + 0.3 * rng.standard_normal((steps, runs))
+    hidden = np.where(rng.random((steps, runs)) < rate, np.inf, size - 3.0)
+    return World(size, hidden, np.full(runs, 8.0), np.full(runs, 40.0))
+
+
+def too_low(policy: Any) -> float:
+    """Return how far the scale is below what fits, amid bad batches, in binades."""
+    world, scales = bad_batches(), []
+    skips(policy, world, scales)
+    return float(np.mean((LIMIT - world.visible - np.array(scales))[1000:]))
+
+
+def skips(
+    policy: Any, world: World, scales: list[np.ndarray] | None = None
+) -> np.ndarray:
+    """Return which steps of which runs are skipped; append log2 of their scales."""
     state = started(policy, len(world.start))
     state = replace(state, scale=np.exp2(world.start), planned=world.start.copy())
+    scales = [] if scales is None else scales
     lost = []
     for step, (visible, above) in enumerate(
         zip(world.visible, world.hidden, strict=True)
@@ -99,6 +119,7 @@ def skips(policy: Any, world: World) -> np.ndarray:
         if world.loss is not None:
             state = policy.foresee(state, np.exp2(world.loss[step]), ops=ARRAYS)
         k = np.log2(state.scale)
+        scales.append(k)
         size = visible + k
         finite = np.maximum(size, above + k) <= LIMIT
         lost.append(~finite)

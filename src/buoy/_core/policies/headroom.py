@@ -39,6 +39,7 @@ BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
 CUT = 3.0 * UNIT  # most that one count of small gradients takes off the margin
 
 # Trust in the loss.
+BROKEN = -UNSET  # stands for a loss that is not finite
 ALARM = 3.0 * UNIT  # a jump of the loss that the gradients must confirm by half
 DOUBTS = 4.0  # false alarms without a true one, after which the loss is ignored
 
@@ -76,6 +77,7 @@ class HeadroomState:
     waited: Scalar  # finite steps at the ceiling so far
     hold: Scalar  # patience of a ceiling that a level of the gradients explains
     mark: Scalar  # log2 of the gradient that explained an overflow last
+    since: Scalar  # finite steps since the last overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,26 +99,29 @@ class Headroom:
             planned = floor(max_log2 - max(E + max(margin, free), a + 0.75)),
                 at most the ceiling
         overflow:
-            planned = ceiling = k - 8, and the ceiling is free;
-            counts as a = max_log2 - k + 2: a spike, or with the next step a new level
-        overflow at the ceiling, or less than 32 below a free one:
-            planned = ceiling = k - 2 (k - 4 if it has not risen since the last one);
-            it holds; the margin learns nothing
-        further overflows in a row:
-            planned = ceiling = k - 16, k - 32, k - 64
+            planned = k - 8; counts as a = max_log2 - k + 2: a spike, or with the next
+            step a new level; the ceiling falls and rises as below
         all gradients zero:
             planned = k + 8 before the first measurement, else E released;
             not above 2^32, not above the ceiling
+        loss not finite:
+            nothing is learned, since no scale would help
 
     Two steps in a row move a level, a single step only the margin: a spike does not
     lower the scale for long, and a lasting jump is followed at once.
 
     The ceiling is for what the weights' gradients do not show: an overflow in an
-    activation gradient, or tasks that alternate.  A free ceiling rises by 1 per step.
-    A new level of a that explains an overflow becomes the ceiling, too, and holds it
-    for 4 steps.  An overflow at the ceiling, and a level within 3 of the last that
-    explained one, hold it 32 times longer than before, up to 2048 steps.  Held, it
-    rises by 1 after this many steps at it, then 4 times faster for each further 1.
+    activation gradient, or tasks that alternate.  It is free at first: above every
+    scale, and after an overflow 8 lower than it (16, 32, 64 in a row) and up by 1 per
+    step.  These overflows make it hold:
+
+    - a second one within 40 steps: 2 below the scale used;
+    - one that a new level of a explains: where this level leads.
+
+    It holds for 4 steps at first, 32 times longer if the same happens again within 512
+    steps, at most 2048; then it rises by 1, and 4 times faster for each further 1.  A
+    single overflow at a ceiling that holds changes nothing, as it may be a bad batch;
+    a second one within 16 steps lowers it by 4.
 
     A loss that jumps by 3 or more while a rises by less than half of it is a false
     alarm.  After 4 of them the loss is ignored, until an alarm proves true.
@@ -199,11 +204,12 @@ class Headroom:
             free=0.0,
             overflows=0.0,
             doubts=0.0,
-            ceiling=self.constants.highest + FORGET,
+            ceiling=self.constants.highest + 1.0,
             patience=1.0,
             waited=0.0,
             hold=LEAST,
             mark=UNSET,
+            since=FORGET,
         )
 
     def applies(self, seen: Seen) -> Scalar:
@@ -217,12 +223,13 @@ class Headroom:
         if ops is None:
             ops = ops_of(loss, state.scale)
         where, lowest = ops.where, self.constants.lowest
-        size, usable = _log2(where(loss < 0, -loss, loss), ops)
-        size = where(usable, size, UNSET)
+        loss = where(loss < 0, -loss, loss)
+        size, usable = _log2(loss, ops)
+        size = where(usable, size, where(loss < 1e38, UNSET, BROKEN))
         size = where(size > state.loss, size, state.loss)  # if called again
         jump = ops.floor((size - state.loss_envelope) / UNIT)
         trusted = (state.loss_envelope > UNSET) & (state.doubts < DOUBTS)
-        jump = where(trusted & (jump > 0), jump, 0.0)
+        jump = where(trusted & (jump > 0) & (size < BROKEN), jump, 0.0)
         k = state.planned - jump
         k = where(k < lowest, lowest, k)
         return replace(state, scale=ops.exp2(k), loss=size)
@@ -233,7 +240,11 @@ class Headroom:
         """Return the next state from the findings of this step."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
-        where, finite = ops.where, seen.finite
+        where = ops.where
+        # No scale cures a loss that is not finite: such a step teaches nothing.
+        broken = state.loss >= BROKEN
+        state = replace(state, loss=where(broken, UNSET, state.loss))
+        finite = seen.finite | broken
         amax = math.nan if seen.amax_log2 is None else seen.amax_log2
         limit, widest = self.constants.limit, self.constants.widest
         used = ops.floor(ops.log2(state.scale) + 0.5)
@@ -262,13 +273,12 @@ class Headroom:
         top = where(measured & (news + SAFETY > top), news + SAFETY, top)
         k = ops.floor((limit - top) / UNIT)
         blind = where(used < BLIND - RETREAT, used + RETREAT, BLIND)
-        k = where(known | measured, k, where(used < BLIND, blind, used))
+        blind = where(broken | (used >= BLIND), used, blind)
+        k = where(known | measured, k, blind)
         explained = measured & known & failed
         explained = explained & (size > state.envelope + UNIT)
         cause = where(explained & (size > state.last - 2.0 * BEYOND), size, UNSET)
-        ceiling = Ceiling(
-            state.ceiling, state.patience, state.waited, state.hold, state.mark
-        )
+        ceiling = Ceiling(*(getattr(state, name) for name in Ceiling._fields))
         bounds = self.constants.lowest, self.constants.highest
         step = Found(used, k, finite, overflows, cause)
         k, ceiling = moved(ceiling, step, bounds, ops)

@@ -24,8 +24,9 @@ HIT, MISSED = 2.0, 4.0  # bits down at the ceiling: if it has risen, if it has n
 LEAST, LONGER, MOST = 4.0, 32.0, 2048.0  # hold: at first, its growth, its limit
 NEAR = 3.0 * UNIT  # gradients that explain overflows count as equal within this
 HASTE = 4.0  # patience falls by this factor when the ceiling rises
-CLOSE = 32.0  # bits below a free ceiling in which an overflow counts as at it
-FORGET = 512.0  # bits above the highest scale at which a free ceiling is forgotten
+SOON = 16.0  # steps in which an overflow at a held ceiling is no coincidence
+RECENT = 40.0  # steps after an overflow in which another one is at a free ceiling
+FORGET = 512.0  # steps after an overflow in which the hold is remembered
 
 
 class Ceiling(NamedTuple):
@@ -36,6 +37,7 @@ class Ceiling(NamedTuple):
     waited: Scalar
     hold: Scalar
     mark: Scalar
+    since: Scalar
 
 
 class Found(NamedTuple):
@@ -54,39 +56,45 @@ def moved(
     """Return log2 of the next scale, at most the ceiling, and the next ceiling."""
     where, floor = ops.where, ops.floor
     used, k, finite, overflows, cause = found
-    unused = bounds[1] + FORGET
+    first, row = overflows == 1.0, overflows > 1.0
     # A ceiling without patience is free: it rises at every step.
     free = before.patience <= 1.0
-    at = used >= before.ceiling - where(free, CLOSE, 0.0)
-    hit = at & (overflows == 1.0)
+    at = used >= before.ceiling
+    # One overflow at a height that held for a while proves nothing: it may be a NaN.
+    fresh = where(free, before.since < RECENT, at & (before.waited < SOON))
+    hit = first & fresh
+    missed = first & (before.since < SOON) & (before.patience > 1.0)
     # How long it holds: longer if the cause is the same, and recent.
     explained = cause > UNSET
     again = explained & (cause < before.mark + NEAR) & (cause > before.mark - NEAR)
-    known = (before.ceiling < unused) & (again | (cause <= UNSET))
+    known = (before.since < FORGET) & (again | (cause <= UNSET))
     hold = where(known, before.hold, LEAST)
-    hold = where(again | hit, hold * LONGER, hold)
+    hold = where(again | hit | (overflows == 2.0), hold * LONGER, hold)
     hold = where(hold < MOST, hold, MOST)
     # Finite steps at the ceiling raise it.
-    waited = where(finite, before.waited + where(at | free, 1.0, 0.0), 0.0)
+    waited = before.waited + where(finite & (at | free), 1.0, 0.0)
     rises = finite & (waited >= before.patience)
     patience = where(rises, floor(before.patience / HASTE), before.patience)
     ceiling = where(explained, k, before.ceiling + where(rises, 1.0, 0.0))
-    ceiling = where(ceiling < unused, ceiling, unused)
     # An overflow lowers it: far to search from there, little where it was right.
-    missed = (before.patience >= before.hold) & (before.hold > LEAST)
     back = RETREAT * ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
-    back = where(hit, where(missed, MISSED, HIT), back)
-    ceiling = where(finite, ceiling, _within(used - back, bounds, ops))
-    row = where(overflows > 1.0, floor(patience / 2.0), 1.0)
-    patience = where(finite, patience, row)
+    back = where(missed, MISSED, where(hit, HIT, back))
+    low = _within(used - back, bounds, ops)
+    lowers = row | hit | missed | (first & free)
+    ceiling = where(lowers, low, ceiling)
+    patience = where(row, floor(patience / 2.0), patience)
     patience = where(hit | explained, hold, patience)
-    k = where(finite & (k < ceiling), k, ceiling)
+    high = bounds[1] + 1.0
+    ceiling = where(ceiling < high, ceiling, high)
+    k = where(finite, where(k < ceiling, k, ceiling), low)
+    since = where(finite, before.since + 1.0, 0.0)
     return _within(k, bounds, ops), Ceiling(
         ceiling,
         where(patience > 1.0, patience, 1.0),
-        where(rises | explained, 0.0, waited),
+        where(rises | explained | hit | row, 0.0, waited),
         hold,
         where(explained, cause, before.mark),
+        where(since < FORGET, since, FORGET),
     )
 
 
