@@ -55,8 +55,9 @@ VARIANTS: dict[str, dict[str, float]] = {
     "the ceiling rises at a constant rate": {"HASTE": 1.0},
     "an overflow soon after another one is a spike": {"RECENT": 0.0},
     "the hold is forgotten after 64 steps": {"FORGET": 64.0},
-    "every overflow at a ceiling that holds lowers it": {"SOON": NEVER},
-    "no overflow at a ceiling that holds lowers it": {"SOON": 0.0},
+    "every overflow at a ceiling that holds lowers it by 4": {"SOON": NEVER},
+    "only single overflows at a ceiling that holds lower it": {"SOON": 0.0},
+    "single overflows at a ceiling that holds do not lower it": {"SINGLE": 0.0},
     "hold at most 512 steps": {"MOST": 512.0},
 }
 

@@ -25,7 +25,7 @@ TINY = {
     "jax_step": "--processes 1 --rounds 2 --compile-rounds 1 --width 8 --layers 2 "
     "--batch 2".split(),
     "local_scales": ["--low", "0", "--high", "0"],
-    "long_trace": ["500"],
+    "long_trace": ["--steps", "500"],
     "recording": ["--rounds", "1", "--parameters", "10000"],
     "replay": ["500"],
     "rounding": ["--steps", "51", "--seeds", "1"],

@@ -199,27 +199,21 @@ def test_spikes_that_the_loss_announces_cost_nothing(size, height, seed):
     assert not live([*calm, *world]).skips
 
 
-@pytest.mark.parametrize(
-    ("rate", "finite_loss", "allowed"), [(0.3, False, 3), (0.002, True, 8)]
-)
-def test_bad_batches_do_not_lower_the_scale(rate, finite_loss, allowed):
-    """If the loss shows it, any number of them; if it does not, some."""
+def test_rare_bad_batches_hardly_lower_the_scale():
+    """One in 500, not finite at any scale; the loss does not show them."""
     rng = random.Random(0)
-    world = [
-        Moment(-10.0, loss=0.0 if finite_loss or not bad else math.nan, bad=bad)
-        for bad in (rng.random() < rate for _ in range(8000))
-    ]
+    world = [Moment(-10.0, bad=rng.random() < 0.002) for _ in range(8000)]
     lived = live(world, spread=40.0)
     mean = sum(lived.scales[1000:]) / 7000
 
-    assert mean >= world[0].fits - allowed
+    assert mean >= world[0].fits - 8
 
 
 @few
-@given(st.floats(-30, 0), st.floats(1, 30), st.integers(1, 5),
+@given(st.floats(-30, 0), st.floats(4, 30), st.integers(1, 5),
        st.sampled_from([0.0, 0.3]), spreads, seeds)  # fmt: skip
 def test_a_loss_that_says_nothing_is_ignored(size, gap, period, noise, spread, seed):
-    """A loss around zero, while the gradients stay: no skip, and no lower scale."""
+    """A loss that jumps by 4 binades or more, while the gradients stay: no skip."""
     rng = random.Random(seed)
     world = [
         Moment(size + noise * rng.gauss(), loss=gap * ((t // period) % 2) - 26.0)

@@ -189,7 +189,7 @@ class Surveyor:
         They also learn whether a loss is FP16, where the host can read it.
         """
         rule = self.rule
-        own = torch.tensor([-1.0, float(rule.half)], device="cpu")
+        own = torch.tensor([-1.0, rule.half], dtype=torch.float32, device="cpu")
         own = own.to(rule.now().device, non_blocking=True)
         if loss is not None:
             own[0] = loss.detach().float().abs()

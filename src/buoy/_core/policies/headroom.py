@@ -39,7 +39,6 @@ BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
 CUT = 3.0 * UNIT  # most that one count of small gradients takes off the margin
 
 # Trust in the loss.
-BROKEN = -UNSET  # stands for a loss that is not finite
 ALARM = 3.0 * UNIT  # a jump of the loss that the gradients must confirm by half
 DOUBTS = 4.0  # false alarms without a true one, after which the loss is ignored
 
@@ -104,8 +103,6 @@ class Headroom:
         all gradients zero:
             planned = k + 8 before the first measurement, else E released;
             not above 2^32, not above the ceiling
-        loss not finite:
-            nothing is learned, since no scale would help
 
     Two steps in a row move a level, a single step only the margin: a spike does not
     lower the scale for long, and a lasting jump is followed at once.
@@ -120,8 +117,8 @@ class Headroom:
 
     It holds for 4 steps at first, 32 times longer if the same happens again within 512
     steps, at most 2048; then it rises by 1, and 4 times faster for each further 1.  A
-    single overflow at a ceiling that holds changes nothing, as it may be a bad batch;
-    a second one within 16 steps lowers it by 4.
+    single overflow at a ceiling that holds lowers it by 1 only, as it may be a bad
+    batch; a second one within 16 steps lowers it by 4.
 
     A loss that jumps by 3 or more while a rises by less than half of it is a false
     alarm.  After 4 of them the loss is ignored, until an alarm proves true.
@@ -223,13 +220,12 @@ class Headroom:
         if ops is None:
             ops = ops_of(loss, state.scale)
         where, lowest = ops.where, self.constants.lowest
-        loss = where(loss < 0, -loss, loss)
-        size, usable = _log2(loss, ops)
-        size = where(usable, size, where(loss < 1e38, UNSET, BROKEN))
+        size, usable = _log2(where(loss < 0, -loss, loss), ops)
+        size = where(usable, size, UNSET)
         size = where(size > state.loss, size, state.loss)  # if called again
         jump = ops.floor((size - state.loss_envelope) / UNIT)
         trusted = (state.loss_envelope > UNSET) & (state.doubts < DOUBTS)
-        jump = where(trusted & (jump > 0) & (size < BROKEN), jump, 0.0)
+        jump = where(trusted & (jump > 0), jump, 0.0)
         k = state.planned - jump
         k = where(k < lowest, lowest, k)
         return replace(state, scale=ops.exp2(k), loss=size)
@@ -240,11 +236,7 @@ class Headroom:
         """Return the next state from the findings of this step."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
-        where = ops.where
-        # No scale cures a loss that is not finite: such a step teaches nothing.
-        broken = state.loss >= BROKEN
-        state = replace(state, loss=where(broken, UNSET, state.loss))
-        finite = seen.finite | broken
+        where, finite = ops.where, seen.finite
         amax = math.nan if seen.amax_log2 is None else seen.amax_log2
         limit, widest = self.constants.limit, self.constants.widest
         used = ops.floor(ops.log2(state.scale) + 0.5)
@@ -273,8 +265,7 @@ class Headroom:
         top = where(measured & (news + SAFETY > top), news + SAFETY, top)
         k = ops.floor((limit - top) / UNIT)
         blind = where(used < BLIND - RETREAT, used + RETREAT, BLIND)
-        blind = where(broken | (used >= BLIND), used, blind)
-        k = where(known | measured, k, blind)
+        k = where(known | measured, k, where(used < BLIND, blind, used))
         explained = measured & known & failed
         explained = explained & (size > state.envelope + UNIT)
         cause = where(explained & (size > state.last - 2.0 * BEYOND), size, UNSET)

@@ -25,6 +25,7 @@ LEAST, LONGER, MOST = 4.0, 32.0, 2048.0  # hold: at first, its growth, its limit
 NEAR = 3.0 * UNIT  # gradients that explain overflows count as equal within this
 HASTE = 4.0  # patience falls by this factor when the ceiling rises
 SOON = 16.0  # steps in which an overflow at a held ceiling is no coincidence
+SINGLE = 1.0  # bits down at a ceiling that held for longer: it may be a bad batch
 RECENT = 40.0  # steps after an overflow in which another one is at a free ceiling
 FORGET = 512.0  # steps after an overflow in which the hold is remembered
 
@@ -60,7 +61,7 @@ def moved(
     # A ceiling without patience is free: it rises at every step.
     free = before.patience <= 1.0
     at = used >= before.ceiling
-    # One overflow at a height that held for a while proves nothing: it may be a NaN.
+    # One overflow at a height that held for a while proves little: it may be a NaN.
     fresh = where(free, before.since < RECENT, at & (before.waited < SOON))
     hit = first & fresh
     missed = first & (before.since < SOON) & (before.patience > 1.0)
@@ -81,6 +82,8 @@ def moved(
     back = where(missed, MISSED, where(hit, HIT, back))
     low = _within(used - back, bounds, ops)
     lowers = row | hit | missed | (first & free)
+    single = first & at & (used <= ceiling)
+    ceiling = where(single, used - SINGLE, ceiling)
     ceiling = where(lowers, low, ceiling)
     patience = where(row, floor(patience / 2.0), patience)
     patience = where(hit | explained, hold, patience)
