@@ -2,20 +2,25 @@
 
 A server process imports torch once and forks: a crew starts in a fraction of a second.
 Ranks meet through a file, never through a port; whoever takes too long is killed.
+A rank that crashes prints the Python stacks of its threads.
 """
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 PATIENCE = 120.0  # seconds until a crew that does not answer is killed
+CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}  # exit codes of native code
 HEAVY = [
     "torch",
     "torch.distributed.fsdp",
@@ -40,17 +45,21 @@ class Crew:
     def __init__(
         self, size: int, timeout: float = 60.0, backend: str | None = "gloo"
     ) -> None:
+        self._size, self._options = size, (timeout, backend)
+        self._start()
+
+    def _start(self) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(HEAVY)
         self._home = tempfile.TemporaryDirectory()
         meeting = str(Path(self._home.name) / "store")
         self.pipes, self.processes = [], []
-        for rank in range(size):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=serve,
-                args=(rank, size, meeting, timeout, backend, theirs),
+                args=(rank, self._size, meeting, *self._options, theirs),
                 daemon=True,
             )
             process.start()
@@ -60,12 +69,25 @@ class Crew:
         self.alive = True
 
     def run(self, function: Any, *args: Any) -> list[Any]:
-        """Run a function on every rank; return what each returned, or raise."""
+        """Run a function on every rank; return what each returned, or raise.
+
+        If a rank crashes in native code, the crew starts again and repeats the call,
+        once: FSDP2 over gloo aborts with a damaged heap in rare runs.  A crash that
+        the function causes happens again.
+        """
         found = self.outcomes(function, *args)
+        if self._crashed():
+            warnings.warn(f"a rank crashed in {function.__name__}{args}", stacklevel=2)
+            self.close()
+            self._start()
+            found = self.outcomes(function, *args)
         for outcome in found:
             if isinstance(outcome, Exception):
                 raise outcome
         return found
+
+    def _crashed(self) -> bool:
+        return any(process.exitcode in CRASHES for process in self.processes)
 
     def outcomes(
         self, function: Any, *args: Any, patience: float = PATIENCE
@@ -83,8 +105,19 @@ class Crew:
                 raise TimeoutError(message)
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                answers[rank] = _received(pipe, rank)
+                answers[rank] = self._received(pipe, rank)
         return answers
+
+    def _received(self, pipe: Connection, rank: int) -> Any:
+        try:
+            fine, answer = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(PATIENCE)
+            code = self.processes[rank].exitcode
+            return CrewError(
+                rank, "gone", f"the process has ended: exit code {code}", ""
+            )
+        return answer if fine else CrewError(rank, *answer)
 
     def close(self) -> None:
         """Send everybody home."""
@@ -93,14 +126,6 @@ class Crew:
             process.kill()
             process.join()
         self._home.cleanup()
-
-
-def _received(pipe: Connection, rank: int) -> Any:
-    try:
-        fine, answer = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return CrewError(rank, "gone", "the process has ended", "")
-    return answer if fine else CrewError(rank, *answer)
 
 
 def serve(
@@ -115,6 +140,7 @@ def serve(
     import torch
     from torch import distributed as dist
 
+    faulthandler.enable()
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)
