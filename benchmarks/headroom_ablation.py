@@ -13,6 +13,7 @@ step in 200 is not finite at any scale, and the loss does not show it.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,6 +32,7 @@ from benchmarks.headroom.worlds import (
 )
 from buoy._core.policies import headroom, headroom_ceiling
 from buoy._core.policies.headroom_ceiling import UNIT
+from buoy._core.step import MEASUREMENTS
 
 NEVER = 1e6 * UNIT
 WORLDS = (hidden, lambda: alternating(wobble=0.25, beside=6.0), misleading)
@@ -59,12 +61,15 @@ VARIANTS: dict[str, dict[str, float]] = {
     "only single overflows at a ceiling that holds lower it": {"SOON": 0.0},
     "single overflows at a ceiling that holds do not lower it": {"SINGLE": 0.0},
     "hold at most 512 steps": {"MOST": 512.0},
+    "the largest gradient measured in every 2nd step": {"every": 2},
 }
 
 
 @contextmanager
 def changed(constants: dict[str, float]) -> Iterator[None]:
-    """Run the rule with other constants."""
+    """Run the rule with other constants, or with fewer measurements."""
+    often = MEASUREMENTS["amax_log2"]
+    rarely = replace(often, every=int(constants.get("every", often.every)))
     homes = [
         (module, name)
         for module in (headroom, headroom_ceiling)
@@ -74,9 +79,11 @@ def changed(constants: dict[str, float]) -> Iterator[None]:
     before = [getattr(*home) for home in homes]
     for module, name in homes:
         setattr(module, name, constants[name])
+    MEASUREMENTS[often.name] = rarely
     try:
         yield
     finally:
+        MEASUREMENTS[often.name] = often
         for (module, name), value in zip(homes, before, strict=True):
             setattr(module, name, value)
 

@@ -97,6 +97,7 @@ class Runs:
     def grid(self, policy: Any, loss: str) -> np.ndarray:
         """Return [trace, regime, (skips per 1000, % weights lost, % activations)]."""
         wants, due = policy.wants, MEASUREMENTS["underflow"].due
+        measures = MEASUREMENTS["amax_log2"].due
         shown = self.losses + (self.shift if loss == "moves" else 0)
         state, found = started(policy, len(self.trace)), np.zeros((3, len(self.trace)))
         for step, (sizes, shift) in enumerate(zip(self.sizes, self.shift, strict=True)):
@@ -116,8 +117,10 @@ class Runs:
                 self.activations.at(self.trace, step, zero),
             )
             found += np.where(live, lost, 0.0)
-            amax = np.where(finite, sizes + k, math.inf)
-            seen = buoy.Seen(finite, amax if "amax_log2" in wants else None, share)
+            amax = None
+            if "amax_log2" in wants and measures(step):
+                amax = np.where(finite, sizes + k, math.inf)
+            seen = buoy.Seen(finite, amax, share)
             state = policy.update(state, seen, ops=ARRAYS)
         rates = (found / self.length * [[1000], [100], [100]]).T
         return rates.reshape(*self.shape, 3)

@@ -128,7 +128,10 @@ def skips(
         if MEASUREMENTS["underflow"].due(step):
             share = np.clip((SMALL - size + world.spread) / world.spread, 0, 1)
             share = np.where(finite & np.isfinite(size), share, math.nan)
-        seen = buoy.Seen(finite, np.where(finite, size, math.inf), share)
+        amax = None
+        if MEASUREMENTS["amax_log2"].due(step):
+            amax = np.where(finite, size, math.inf)
+        seen = buoy.Seen(finite, amax, share)
         state = policy.update(state, seen, ops=ARRAYS)
     return np.array(lost)
 
