@@ -55,6 +55,14 @@ class _Columns(_NumPy):
         usable = ((x > 0.0) & (x < math.inf)).all()
         return np.array(list(map(math.log2 if usable else PLAIN.log2, x.tolist())))
 
+    def floor_log2(self, x: Scalar, /) -> Scalar:
+        """Return `floor(log2(x))`: NumPy's log2, where its last bits do not matter."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log2(x)
+        doubtful = ~(np.abs(logs - np.rint(logs)) > 1e-9)
+        logs[doubtful] = self.log2(x[doubtful])
+        return np.floor(logs)
+
     @staticmethod
     def exp2(x: Scalar, /) -> Scalar:
         if (x == np.rint(x)).all() and (np.abs(x) < 1000.0).all():

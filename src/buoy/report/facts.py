@@ -197,13 +197,18 @@ def share_points(recording: Recording) -> list[tuple[int, Shares]]:
     ]
     points = {step: found for step, found in looks if not found.nonfinite}
     rows = columns_of(recording.rows)
-    if 0.0 in rows.norm or 0.0 in rows.amax:
+    if _has_zero(rows.norm) or _has_zero(rows.amax):
         for step, applied, norm, amax in zip(
             rows.step, rows.applied, rows.norm, rows.amax, strict=True
         ):
             if applied and (norm == 0.0 or amax == 0.0):
                 points[step] = Shares(1.0, 0.0, 0.0)
     return sorted(points.items()) or looks[:1]
+
+
+def _has_zero(values: Sequence[float]) -> bool:
+    np = _numpy()
+    return bool((np.asarray(values) == 0.0).any()) if np else 0.0 in values
 
 
 def _latest(recording: Recording) -> Shares | None:

@@ -7,7 +7,6 @@ run's report would go into making it.  Rows are made when they are asked for.
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress
 from typing import overload
 
 from buoy._core.state import Verdict
@@ -113,8 +112,11 @@ class Rows(Sequence[Row]):
     @property
     def skipped(self) -> list[int]:
         """The places of the rows that were not applied."""
-        missed = self.applied.translate(bytes([1, *[0] * 255]))
-        return list(compress(range(len(self)), missed))
+        places, at = [], self.applied.find(0)
+        while at >= 0:
+            places.append(at)
+            at = self.applied.find(0, at + 1)
+        return places
 
     @property
     def headroom(self) -> "array[float]":

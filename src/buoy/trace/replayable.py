@@ -95,6 +95,8 @@ def _logs(values: Iterable[float]) -> "array[float]":
 
 def _filled(made: "array[float]") -> "array[float] | None":
     """Carry the last known value on, and the first known one back; NaN is unknown."""
+    if not math.isnan(sum(made)):
+        return made
     unknown = list(compress(count(), map(math.isnan, made)))
     if len(unknown) == len(made):
         return None

@@ -214,6 +214,10 @@ class _Judge:
         )
 
     def _regret(self, went: Walk) -> tuple[float, float]:
+        if self.best.complete and not went.skipped and min(went.exponents) > -math.inf:
+            # The same numbers in another order: whole ones, so the sum is the same.
+            used = map(mul, went.lengths(), map(math.floor, went.exponents))
+            return (self.best.sum(0, went.steps) - sum(used)) / went.steps, 0.0
         low = high = 0.0
         for start, end, exponent, _, lost in went.stretches(()):
             low += self.best.too_low(start, end, exponent, lost)
@@ -246,8 +250,7 @@ def _mean_underflow(
     ):
         if histogram is not None:
             below = {log2: histogram.below(zero_log2 - log2) for log2 in {*exponents}}
-            for applied, log2 in zip(used, exponents, strict=True):
-                total += applied * below[log2]
+            total = sum(map(mul, used, map(below.__getitem__, exponents)), total)
             steps += sum(used)
     return total / steps if steps else None
 

@@ -7,9 +7,10 @@ bit.  Only rules without branches on values can be derived: those that JAX can t
 Their scales must be powers of two, computed by `exp2`.
 
 Three things make the loop short.  What depends on the scale alone is computed where the
-scale changes.  What depends on the loss alone is computed for whole columns.  A finite
-step after a finite step has a body of its own, in which the fields that every finite
-step sets to the same number are constants.
+scale changes.  What depends on the loss alone is computed for whole columns.  The usual
+step has a body of its own: it is finite, its gradients are in the format's range, and
+the fields that such steps leave at their first values have these values.  There they
+are constants.
 """
 
 import math
@@ -19,101 +20,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import chain, count, cycle, tee
-from operator import add, and_, eq, floordiv, ge, gt, le, lt, mul, or_, sub, truediv
+from operator import itemgetter
 from typing import Any
 
 from buoy._core.bounds import Bounds
 from buoy._core.ops import PLAIN, Ops
 from buoy._core.policies.policy import Policy
+from buoy._core.replay.symbols import BINARY, Near, Symbol, Tracing, is_power
 from buoy._core.state import Seen
 from buoy._core.step import MEASUREMENTS
 
 __all__ = ["compiled"]
 
-_BINARY = {
-    "+": add, "-": sub, "*": mul, "/": truediv, "//": floordiv, "<": lt, "<=": le,
-    ">": gt, ">=": ge, "==": eq, "and": and_, "or": or_,
-}  # fmt: skip
-
-
-class _Symbol:
-    """A number that is known only when the loop runs."""
-
-    def __init__(self, kind: str, *parts: Any) -> None:
-        self.kind = kind
-        self.parts = parts
-        inner = (part.inputs for part in parts if isinstance(part, _Symbol))
-        self.inputs: set[str] = {parts[0]} if kind == "input" else set().union(*inner)
-
-    def __bool__(self) -> bool:
-        raise TypeError("the rule branches on a value")
-
-    def __neg__(self) -> "_Symbol":
-        return _Symbol("neg", self)
-
-    __hash__ = object.__hash__
-
-
-def _operator(kind: str, *, swapped: bool = False) -> Callable[[Any, Any], Any]:
-    def operate(one: Any, other: Any) -> Any:
-        if kind in ("and", "or") and isinstance(other, bool):
-            return one if other == (kind == "and") else other
-        if kind == "*" and not isinstance(other, _Symbol) and other == 1.0:
-            return one
-        parts = (other, one) if swapped else (one, other)
-        known = {_BINARY[kind](*each) for each in _branches(*parts)}
-        return known.pop() if len(known) == 1 else _Symbol(kind, *parts)
-
-    return operate
-
-
-def _branches(*parts: Any) -> list[tuple[Any, Any]]:
-    """Return the possible operands if one is a `where` of two numbers, else nothing."""
-    for at, part in enumerate(parts):
-        if isinstance(part, _Symbol) and part.kind == "where":
-            chosen, other = part.parts[1:], parts[1 - at]
-            if not any(isinstance(x, _Symbol) for x in (*chosen, other)):
-                return [(x, other) if at == 0 else (other, x) for x in chosen]
-    return []
-
-
-for _kind, _function in _BINARY.items():
-    _name = _function.__name__.rstrip("_")
-    setattr(_Symbol, f"__{_name}__", _operator(_kind))
-    setattr(_Symbol, f"__r{_name}__", _operator(_kind, swapped=True))
-
-
-class _Tracing:
-    """The five functions of a rule: symbols in, symbols out; numbers as in `PLAIN`."""
-
-    @staticmethod
-    def where(condition: Any, if_true: Any, if_false: Any, /) -> Any:
-        if not isinstance(condition, _Symbol):
-            return PLAIN.where(condition, if_true, if_false)
-        return _Symbol("where", condition, if_true, if_false)
-
-    def log2(self, x: Any, /) -> Any:
-        return _Symbol("log2", x) if isinstance(x, _Symbol) else PLAIN.log2(x)
-
-    def exp2(self, x: Any, /) -> Any:
-        return _Symbol("exp2", x) if isinstance(x, _Symbol) else PLAIN.exp2(x)
-
-    def floor(self, x: Any, /) -> Any:
-        if not isinstance(x, _Symbol):
-            return PLAIN.floor(x)
-        if x.kind == "/" and _is_power(x.parts[1]):
-            return _Symbol("floor", x.parts[0], float(x.parts[1]))
-        return _Symbol("floor", x, 1.0)
-
-    def cast(self, x: Any, precision: Any, /) -> Any:
-        if not isinstance(x, _Symbol):
-            return PLAIN.cast(x, precision)
-        return _Symbol("cast", x) if precision == "float32" else x
-
-
-def _is_power(x: Any) -> bool:
-    """Return whether x is a power of two: dividing by it is exact."""
-    return isinstance(x, (int, float)) and math.frexp(x)[0] == 0.5
+_FLOORS = ("floor", "//")  # of any number, of finite ones
 
 
 class _Columns:
@@ -124,9 +43,9 @@ class _Columns:
 
     def __init__(self, ops: Ops | None) -> None:
         self.ops = ops
-        self.names: dict[_Symbol, str] = {}
+        self.names: dict[Symbol, str] = {}
 
-    def name(self, value: _Symbol) -> str | None:
+    def name(self, value: Symbol) -> str | None:
         """Return the name of a column, or None if this is none."""
         whole = self.ops is not None or value.kind == "input"
         if not whole or value.inputs != {"loss"}:
@@ -135,34 +54,43 @@ class _Columns:
 
     def of(self, losses: Iterable[list[float]]) -> list[Iterator[float]]:
         """Return the columns, from blocks of losses."""
+        count = len(self.names)
+        blocks = tee(map(self._block, losses), count)
         return [
-            chain.from_iterable(self._column(value, block) for block in blocks)
-            for value, blocks in zip(
-                self.names, tee(losses, len(self.names)), strict=True
-            )
+            chain.from_iterable(map(itemgetter(at), blocks[at])) for at in range(count)
         ]
 
-    def _column(self, value: _Symbol, losses: list[float]) -> Iterable[float]:
-        if value.kind == "input":
-            return losses
-        made: list[float] = self._computed(value, losses, {}).tolist()
-        return made
+    def _block(self, losses: list[float]) -> list[list[float]]:
+        done: dict[Any, Any] = {}
+        return [
+            losses
+            if value.kind == "input"
+            else self._computed(value, losses, done).tolist()
+            for value in self.names
+        ]
 
     def _computed(self, value: Any, losses: list[float], done: dict[Any, Any]) -> Any:
-        if not isinstance(value, _Symbol):
+        if not isinstance(value, Symbol):
             return value
         if value not in done:
-            parts = [self._computed(part, losses, done) for part in value.parts]
-            done[value] = self._applied(value.kind, parts, losses)
+            kind, parts = value.kind, value.parts
+            if kind in _FLOORS and _is_log2(*parts):
+                kind, parts = "floor_log2", parts[0].parts
+            made = [self._computed(part, losses, done) for part in parts]
+            done[value] = self._applied(kind, made, losses)
         return done[value]
 
     def _applied(self, kind: str, parts: list[Any], losses: list[float]) -> Any:
         ops: Any = self.ops
         if kind == "input":
             return ops.column(losses)
-        if kind == "floor":
+        if kind in _FLOORS:
             return ops.floor(parts[0] / parts[1])
-        return (_BINARY.get(kind) or getattr(ops, kind))(*parts)
+        return (BINARY.get(kind) or getattr(ops, kind))(*parts)
+
+
+def _is_log2(value: Any, divisor: float) -> bool:
+    return bool(value.kind == "log2" and divisor == 1.0)
 
 
 class _Writer:
@@ -177,58 +105,71 @@ class _Writer:
         self.held = held
         self.columns = columns
         self.lines: list[str] = []
-        self.names: dict[_Symbol, str] = {}
-        self.uses: Counter[_Symbol] = Counter()
+        self.names: dict[Symbol, str] = {}
+        self.uses: Counter[Symbol] = Counter()
         for value in wanted:
             self._count(value)
         self.texts = [self.text(value) for value in wanted]
 
     def _count(self, value: Any) -> None:
-        if isinstance(value, _Symbol):
+        if isinstance(value, Symbol):
             self.uses[value] += 1
             if self.uses[value] == 1:
                 for part in value.parts:
                     self._count(part)
 
     def text(self, value: Any) -> str:
-        if not isinstance(value, _Symbol):
+        if not isinstance(value, Symbol):
             return repr(value)
         column = self.columns.name(value)
         if value.kind == "input" or column:
             return column or str(value.parts[0])
         if value in self.names:
             return self.names[value]
-        written = self._written(value)
         if self.held is not None and value.inputs == {"s_scale"}:
-            return self.held.setdefault(written, f"k{len(self.held)}")
+            return self.held.setdefault(_inline(value), f"k{len(self.held)}")
+        written = self._written(value)
         if self.uses[value] == 1 and value.kind != "cast":
             return written
         return self._named(value, written)
 
-    def _named(self, value: _Symbol, written: str) -> str:
+    def _named(self, value: Symbol, written: str) -> str:
         name = self.names[value] = f"v{len(self.names)}"
         self.lines.append(f"{name} = {written}")
         return name
 
-    def _written(self, value: _Symbol) -> str:
+    def _written(self, value: Symbol) -> str:
         parts = [self.text(part) for part in value.parts]
-        if value.kind == "/" and _is_power(value.parts[1]):
-            return f"({parts[0]} * {1.0 / value.parts[1]!r})"  # faster, and the same
-        if value.kind in _BINARY:
-            return f"({parts[0]} {value.kind} {parts[1]})"
-        if value.kind == "where":
-            return f"({parts[1]} if {parts[0]} else {parts[2]})"
-        if value.kind == "neg":
-            return f"(-{parts[0]})"
-        if value.kind == "exp2":
-            return f"(2.0 ** {parts[0]})"
         if value.kind == "cast":
             self.lines.append(f"single[0] = {parts[0]}")
             return "single[0]"
-        if value.kind == "log2":
-            return f"(log2(x) if (x := {parts[0]}) > 0 else plain_log2(x))"
-        # Of what is not finite, `//` makes NaN.
-        return f"(y if (y := (x := {parts[0]}) // {parts[1]}) == y else x)"
+        return _form(value, parts)
+
+
+def _inline(value: Any) -> str:
+    """Return the text of a symbol without variables."""
+    if not isinstance(value, Symbol):
+        return repr(value)
+    if value.kind == "input":
+        return str(value.parts[0])
+    return _form(value, [_inline(part) for part in value.parts])
+
+
+def _form(value: Symbol, parts: list[str]) -> str:
+    if value.kind == "/" and is_power(value.parts[1]):
+        return f"({parts[0]} * {1.0 / value.parts[1]!r})"  # faster, and the same
+    if value.kind in BINARY:
+        return f"({parts[0]} {value.kind} {parts[1]})"
+    if value.kind == "where":
+        return f"({parts[1]} if {parts[0]} else {parts[2]})"
+    if value.kind == "neg":
+        return f"(-{parts[0]})"
+    if value.kind == "exp2":
+        return f"(2.0 ** {parts[0]})"
+    if value.kind == "log2":
+        return f"(log2(x) if (x := {parts[0]}) > 0 else plain_log2(x))"
+    # Of what is not finite, `//` makes NaN.
+    return f"(y if (y := (x := {parts[0]}) // {parts[1]}) == y else x)"
 
 
 _LOOP = """
@@ -237,7 +178,7 @@ def loop(
     *, inf=inf, log2=log2, single=single,
 ):
     {state}, = state
-    before, step, entered = None, 0, {{}}
+    before, step, entered, steady = None, 0, {{}}, {steady}
     for {each} in zip({columns}):
         {foresee}
         if s_power != before:
@@ -254,19 +195,22 @@ def loop(
             exponents.append(exponent)
         if amax <= limit:
             scaled = amax + exponent
-            if scaled < {zero!r}:
-                scaled = -inf
-            share = small(step, exponent) if due else None
-            if share is not None:
-                {measured}
-            elif {again}:
+            if steady and not due and {near.low!r} < scaled < {near.high!r}:
                 {usual}
             else:
-                {finite}
+                if scaled < {zero!r}:
+                    scaled = -inf
+                share = small(step, exponent) if due else None
+                if share is not None:
+                    {measured}
+                else:
+                    {finite}
+                steady = {steady}
         else:
             skipped.append(step)
             {overflow}
-        if not {low!r} <= s_power <= {high!r}:
+            steady = {steady}
+        if s_power != before and not {low!r} <= s_power <= {high!r}:
             return None
     return 2.0 ** s_power
 """
@@ -298,36 +242,43 @@ def compiled(
         >>> loop.__name__
         'loop'
     """
-    names = [field.name for field in fields(policy.init())]
-    state = type(policy.init())(*(_Symbol("input", f"s_{name}") for name in names))
-    amax, share = _Symbol("input", "scaled"), _Symbol("input", "share")
-    tracing, due = _Tracing(), MEASUREMENTS["underflow"]
+    first = policy.init()
+    names = [field.name for field in fields(first)]
+    state = type(first)(*(Symbol("input", f"s_{name}") for name in names))
+    amax, share = Symbol("input", "scaled"), Symbol("input", "share")
+    loss = Symbol("input", "loss") if with_loss else None
+    due = MEASUREMENTS["underflow"]
     held: dict[str, str] = {}
     columns = _Columns(ops)
+    steady, near = _steady(policy, state, loss, zero_log2)
 
-    def update(before: Any, seen: Seen, indent: int) -> str:
-        after = policy.update(before, seen, ops=tracing)
+    def update(before: Any, seen: Seen, indent: int, *, usual: bool = False) -> str:
+        after = policy.update(before, seen, ops=Tracing(finite=usual))
         return _body(before, after, indent, held, columns)
 
     foresee = "pass"
-    if with_loss:
-        after = policy.foresee(state, _Symbol("input", "loss"), ops=tracing)
+    if loss is not None:
+        after = policy.foresee(state, loss, ops=Tracing(finite=True))
         foresee = _body(state, after, 8, None, columns)
-    after = policy.update(state, Seen(True, amax), ops=tracing)
-    same = {name: x for name in names if type(x := getattr(after, name)) is float}
-    usual = replace(state, **same)
     source = _LOOP.format(
         state=", ".join(f"s_{name}" for name in names),
+        steady=" and ".join(f"s_{name} == {x!r}" for name, x in steady.items())
+        or "True",
         foresee=foresee,
-        measured=update(state, Seen(True, amax, share), 16),
-        finite=update(state, Seen(True, amax), 16),
-        again=" and ".join(f"s_{name} == {x!r}" for name, x in same.items()) or "False",
-        usual=update(usual, Seen(True, amax), 16),
+        usual=update(
+            _foreseen(policy, replace(state, **steady), loss),
+            Seen(True, near),
+            16,
+            usual=True,
+        ),
+        measured=update(state, Seen(True, amax, share), 20),
+        finite=update(state, Seen(True, amax), 20),
         overflow=update(state, Seen(False, math.inf), 12),
         entered="; ".join(f"{name} = {text}" for text, name in held.items()) or "pass",
         held=", ".join(["exponent", "limit", *held.values()]),
         low=math.log2(bounds.low),
         high=math.log2(bounds.high),
+        near=near,
         zero=zero_log2,
         each=", ".join(["step", "amax", "due", *columns.names.values()]),
         columns="count(), sizes, cycle(dues), *losses",
@@ -340,6 +291,47 @@ def compiled(
     exec(source, known)  # noqa: S102 - text of our own rule's operations, see above
     made: Callable[..., float | None] = known["loop"]
     return made, columns
+
+
+def _steady(
+    policy: Policy, state: Any, loss: Symbol | None, zero_log2: float
+) -> tuple[dict[str, float], Near]:
+    """Return the fields that keep their first values in usual steps, and their sizes.
+
+    Usual is a finite step in whose state these fields have these values.
+    """
+    first, amax = policy.init(), Near("scaled", zero_log2)
+
+    def step(known: dict[str, float]) -> tuple[Any, Any]:
+        before = _foreseen(policy, replace(state, **known), loss)
+        return before, policy.update(before, Seen(True, amax), ops=Tracing(finite=True))
+
+    kept = {field.name: getattr(first, field.name) for field in fields(first)}
+    del kept["scale"]
+    before: dict[str, float] = {}
+    while before != kept:
+        before, (_, after) = kept, step(kept)
+        kept = {n: x for n, x in kept.items() if _same(getattr(after, n), x)}
+    for name in [*kept]:  # without those that such a step only carries on
+        others = {other: x for other, x in kept.items() if other != name}
+        entered, after = step(others)
+        stays = all(_same(getattr(after, other), x) for other, x in others.items())
+        if stays and getattr(after, name) is getattr(entered, name):
+            kept = others
+    return kept, amax
+
+
+def _foreseen(policy: Policy, state: Any, loss: Symbol | None) -> Any:
+    """Return the state after `foresee`: inputs where it may have changed."""
+    if loss is None:
+        return state
+    after = policy.foresee(state, loss, ops=Tracing())
+    changed = {
+        field.name: Symbol("input", f"s_{field.name}")
+        for field in fields(state)
+        if not _same(getattr(after, field.name), getattr(state, field.name))
+    }
+    return replace(state, **changed)
 
 
 def _body(

@@ -38,12 +38,16 @@ class Best:
         """Return the number of steps from start to end that have a best exponent."""
         return self._counts[end] - self._counts[start]
 
+    def sum(self, start: int, end: int) -> float:
+        """Return the sum of the best exponents from start to end."""
+        total: float = self._sums[end] - self._sums[start]
+        return total
+
     def too_low(
         self, start: int, end: int, exponent: float, lost: Sequence[int]
     ) -> float:
         """Return the sum of log2 distances by which applied steps were too low."""
-        known: int = self._counts[end] - self._counts[start]
-        total: float = self._sums[end] - self._sums[start]
+        known, total = self.known(start, end), self.sum(start, end)
         for step in lost:
             best = self.exponents[step]
             if best is not None:

@@ -5,6 +5,7 @@ trace serves every policy.  Files are read and written by `buoy.trace`.
 """
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +179,8 @@ class Trace:
 
 def _floats(values: Iterable[float], field_name: str) -> tuple[float, ...]:
     try:
-        numbers = tuple(map(float, values))
+        packed = isinstance(values, array) and values.typecode == "d"
+        numbers = tuple(values if packed else map(float, values))
     except (TypeError, ValueError, OverflowError) as error:
         message = f"`{field_name}` must hold one number per step: {error}."
         raise TraceError(message) from error

@@ -11,8 +11,9 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import sub
 from typing import Any
 
@@ -164,6 +165,7 @@ class _Machine:
         self.limits: list[float] = []
         self.after_finite: list[int] = []
         self.after_overflow: list[int] = []
+        self.at_rest: list[int] = []  # after a finite step, if the scale is the same
 
     def number(self, state: Any) -> int:
         """Return the number of a state; assign one if it is new."""
@@ -178,10 +180,15 @@ class _Machine:
             self.limits.append(limit)
             self.after_finite.append(_UNKNOWN)
             self.after_overflow.append(_UNKNOWN)
+            self.at_rest.append(_UNKNOWN)
         return number
 
-    def learn(self, number: int, *, finite: bool) -> int:
-        """Compute a transition; return the number of the next state."""
+    def after(self, number: int, *, finite: bool) -> int:
+        """Return the number of the next state."""
+        known = (self.after_finite if finite else self.after_overflow)[number]
+        return known if known >= 0 else self._learn(number, finite=finite)
+
+    def _learn(self, number: int, *, finite: bool) -> int:
         seen = _FINITE if finite else _OVERFLOW
         before, bounds = self.states[number], self.bounds
         state = moved(self.policy, before, seen, ops=PLAIN, bounds=bounds)
@@ -190,6 +197,8 @@ class _Machine:
             return self.number(state)
         after = self.number(state)
         (self.after_finite if finite else self.after_overflow)[number] = after
+        if finite and self.exponents[after] == self.exponents[number]:
+            self.at_rest[number] = after
         return after
 
     def _forget(self) -> None:
@@ -200,30 +209,33 @@ class _Machine:
         self.limits.clear()
         self.after_finite.clear()
         self.after_overflow.clear()
+        self.at_rest.clear()
 
 
 def _walk_blind(policy: Policy, trace: Trace) -> Walk:
     machine = _Machine(policy, trace)
-    limits, exponent_of = machine.limits, machine.exponents
-    after_finite, after_overflow = machine.after_finite, machine.after_overflow
-    starts, exponents, skipped = array("q"), array("d"), array("q")
-
+    at_rest = machine.at_rest
     first = last = initial(policy)
     state = machine.number(first)
-    exponent, step, gave_up = None, 0, False
+    exponent, limit = machine.exponents[state], machine.limits[state]
+    starts, exponents, skipped = array("q", [0]), array("d", [exponent]), array("q")
+    step, gave_up = 0, False
     try:
         for step, amax in enumerate(trace.amax_log2):
-            if exponent_of[state] != exponent:
-                exponent = exponent_of[state]
-                starts.append(step)
-                exponents.append(exponent)
-            if amax <= limits[state]:
-                after = after_finite[state]
-                state = machine.learn(state, finite=True) if after < 0 else after
+            if finite := amax <= limit:
+                after = at_rest[state]
+                if after >= 0:
+                    state = after
+                    continue
             else:
                 skipped.append(step)
-                after = after_overflow[state]
-                state = machine.learn(state, finite=False) if after < 0 else after
+            state = machine.after(state, finite=finite)
+            if machine.exponents[state] != exponent:
+                exponent, limit = machine.exponents[state], machine.limits[state]
+                starts.append(step + 1)
+                exponents.append(exponent)
+        if starts[-1] == len(trace):  # a scale that no step has used
+            del starts[-1], exponents[-1]
         last = machine.states[state]
     except ScaleCollapsedError as error:
         gave_up, last = True, error.state or machine.states[state]
@@ -293,7 +305,7 @@ def _powers(logs: Sequence[float]) -> Iterator[list[float]]:
     for start in range(0, len(logs), _BLOCK):
         block = logs[start : start + _BLOCK]
         try:
-            yield list(map((2.0).__pow__, block))
+            yield list(map(math.pow, repeat(2.0), block))
         except OverflowError:
             yield list(map(PLAIN.exp2, block))
 
@@ -367,8 +379,10 @@ def _small(trace: Trace) -> Callable[[int, float], float | None]:
 
     def small(step: int, exponent: float) -> float | None:
         at = bisect_right(starts, step) - 1
-        if at < 0:
-            return None
+        return None if at < 0 else share(at, exponent)
+
+    @lru_cache(maxsize=2**10)
+    def share(at: int, exponent: float) -> float | None:
         zero = histograms[at].below(trace.zero_log2 - exponent)
         if zero >= 1.0:
             return None
