@@ -247,7 +247,7 @@ def line(what: str, share: float, budget: float | None = None) -> None:
 
 
 def transfers(params: Any, x: jax.Array) -> dict[str, int]:
-    """Count the instructions of each program that reach for the host."""
+    """Count the instructions of each program that use the host."""
     words = ("infeed", "outfeed", "callback", "send(", "recv(")
     found = {}
     for name, make in WAYS.items():
@@ -286,14 +286,14 @@ def show_steps(told: list[dict[str, Any]]) -> None:
 
 
 def show_compilation(params: Any, x: jax.Array, rounds: int) -> None:
-    """Print what compilation takes, and who would reach for the host."""
+    """Print the time of compilation, and the instructions that use the host."""
     built = compile_times(params, x, rounds)
     for name, times in built.items():
         print(f"  {name:14s} {statistics.median(times):8.2f} s to compile")
     for ours in OURS:
         line(f"{ours}: compile / faster of flax and jmp",
              ratio(built, ours, PEERS), 1.2)  # fmt: skip
-    print("instructions that reach for the host:", transfers(params, x))
+    print("instructions that read from or write to the host:", transfers(params, x))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ __all__ = ["doctor"]
 
 
 @click.command(
-    short_help="Run a script for some steps, report mistakes.",
+    short_help="Run a script for some steps, and report mistakes.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
@@ -30,7 +30,7 @@ __all__ = ["doctor"]
     "--force-skip",
     is_flag=True,
     help="Make the tenth step overflow if none was skipped, to see whether schedulers "
-    "wait. This changes the run: that batch is lost.",
+    "advance on skips. This changes the run: that batch is lost.",
 )
 @PROGRAM
 @JSON

@@ -49,7 +49,7 @@ def stages(count: int) -> Iterator[Callable[[str], None]]:
 
 
 def plain(value: Any) -> Any:
-    """Reduce a value to what JSON knows.
+    """Convert a value to one that JSON has.
 
     Example:
         >>> plain({"a": (1.0, float("-inf"))})

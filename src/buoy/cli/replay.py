@@ -23,7 +23,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@click.command(short_help="Run policies over a trace, compare what they lose.")
+@click.command(short_help="Run policies over a trace, and compare what they lose.")
 @FILE
 @click.option(
     "-p",
@@ -42,8 +42,8 @@ def replay(
 ) -> None:
     """Run policies over the trace in FILE and compare what they lose.
 
-    FILE may also be synthetic:KIND[:steps=N,seed=N], with KIND of stationary, spikes,
-    step_up, step_down, drift_down, drift_up, saw, noise, jumps.
+    FILE may also be synthetic:KIND[:steps=N,seed=N], where KIND is one of stationary,
+    spikes, step_up, step_down, drift_down, drift_up, saw, noise, jumps.
     """
     policies = named(specs or USUAL)
     with stages(len(policies) + 2) as begin:

@@ -55,7 +55,7 @@ def report(
 ) -> None:
     """Write one self-contained page about the recorded runs in FILE.
 
-    The page opens offline.  It shows the scale and the skipped steps, the headroom, the
+    The page works offline.  It shows the scale and the skipped steps, the headroom, the
     sizes of the gradients, the layers that lose most, and what other policies would
     have done.
     """

@@ -1,4 +1,4 @@
-"""`buoy run`: run a script on Buoy's scaler, unedited, and record it."""
+"""`buoy run`: run an unedited script with Buoy's scaler, and record it."""
 
 import sys
 from contextlib import ExitStack, redirect_stdout
@@ -23,7 +23,7 @@ _PAGE = "report.html"  # as `buoy report` has it
 
 
 @click.command(
-    short_help="Run a script on Buoy's scaler and record it.",
+    short_help="Run a script with Buoy's scaler, and record it.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
@@ -124,7 +124,7 @@ class _Settings:
     """Says once which of the script's own settings the policy replaces."""
 
     def __init__(self, spec: str, *, quiet: bool) -> None:
-        # Of several ranks, one speaks.
+        # Only one of several ranks prints.
         self._spec, self._quiet = spec, quiet or environ.get("RANK", "0") != "0"
         self.seen: list[dict[str, Any]] = []
 

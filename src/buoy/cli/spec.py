@@ -37,7 +37,7 @@ FORMAT = click.option(
     "--format",
     "number_format",
     type=click.Choice(list(FORMATS)),
-    help="Overflow and underflow as in this format, instead of the recorded one.",
+    help="Use the limits of this format, instead of the recorded one's.",
 )
 
 

@@ -95,7 +95,7 @@ def _ignore(_: str) -> None:
 
 
 def _heading(runs: Sequence[Run]) -> str:
-    """Say what the page is about; a file's name alone says little."""
+    """Describe what the page is about; a file's name alone is not enough."""
     names = [run.label for run in runs[:3]] + ["..."] * (len(runs) > 3)
     model = runs[0].recording.meta.get("model")
     what = f" ({model!s:.60})" if len(runs) == 1 and model else ""

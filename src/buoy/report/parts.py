@@ -264,7 +264,7 @@ _ABOUT = (
 
 
 def about(run: Run) -> str:
-    """Tell what the file says about itself."""
+    """Describe the file from its own metadata."""
     meta = run.recording.meta
     facts = [(key, meta[key]) for key in _ABOUT if key in meta]
     facts += [

@@ -174,7 +174,7 @@ def _values(row: Row) -> tuple[Any, ...]:
 
 
 def _number(value: float | None) -> float | str | None:
-    """SQLite turns NaN into NULL, which says that nothing was measured."""
+    """SQLite turns NaN into NULL, which means that nothing was measured."""
     if value is None:
         return None
     return "nan" if math.isnan(value) else float(value)

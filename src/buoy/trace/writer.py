@@ -197,6 +197,6 @@ class Writer:
 
 
 def _named(error: BaseException) -> str:
-    """Say what went wrong; the type too where the text alone says little."""
+    """Describe an error, with its type if its text alone is unclear."""
     plain = isinstance(error, (sqlite3.Error, OSError, BuoyError))
     return str(error) if plain else f"{type(error).__name__}: {error}"
