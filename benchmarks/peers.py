@@ -5,6 +5,7 @@
 Every cell is what the installed version did just now, on a CPU.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import jmp
 import optax
 import torch
 from flax.training.dynamic_scale import DynamicScale
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import buoy.jax
 import buoy.torch
@@ -158,13 +160,98 @@ def complex_gradients(kind: Scaler) -> str:
     return "supported"
 
 
+def default_rule(kind: Scaler) -> str:
+    """Give the scale after three finite steps, and after an overflow."""
+    scaler, scales = kind("cpu", growth_interval=3), []
+    for factors in ([1.0] * 3, [INF]):
+        train(scaler, factors)
+        scales.append(power(scaler.get_scale()))
+    return ", then ".join(scales)
+
+
+def outcome(kind: Scaler) -> str:
+    """Skip a step: what does the caller learn about it?"""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = kind("cpu")
+    returned = []
+    for factor in (1.0, INF):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * factor).backward()
+        returned.append(scaler.step(optimizer))
+        scaler.update()
+    if not isinstance(scaler, BUOY):
+        return "`step` returns None either way" if returned == [None, None] else "?"
+    step = scaler.last_step
+    return f"`last_step.applied` is {step.applied}, the verdict `{step.verdict}`"
+
+
+class Passes(TorchDispatchMode):
+    """Count the operators that read a tensor, and those that write it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Watch this tensor."""
+        super().__init__()
+        self.place = tensor.data_ptr()
+        self.reads = self.writes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Look at the arguments of one operator."""
+        for given, declared in zip(args, func._schema.arguments, strict=False):
+            every = given if isinstance(given, (list, tuple)) else [given]
+            tensors = [one for one in every if isinstance(one, torch.Tensor)]
+            if any(one.data_ptr() == self.place for one in tensors):
+                self.reads += 1
+                self.writes += bool(
+                    declared.alias_info and declared.alias_info.is_write
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def clipping_passes(kind: Scaler) -> str:
+    """Check, unscale and clip before a fused step: count passes over the gradients."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    scaler = kind("cpu")
+    scaler.scale(weight.square().sum()).backward()
+    with Passes(weight.grad) as passes:
+        if isinstance(scaler, BUOY):
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    reads = f"{passes.reads} read{'s'[: passes.reads != 1]}"
+    return f"{reads}, {passes.writes} writes"
+
+
+def masters(kind: Scaler) -> str:
+    """Train FP16 parameters with FP32 master weights."""
+    if "fp16_params" not in inspect.signature(kind).parameters:
+        return "no option"
+    weight = torch.nn.Parameter(torch.ones(2).half())
+    scaler = kind("cpu", fp16_params="master", init_scale=16.0)
+    scaler.scale(weight.float().sum()).backward()
+    scaler.step(torch.optim.SGD([weight], lr=0.1))
+    return '`fp16_params="master"`' if scaler.last_step.applied else "skipped"
+
+
 PYTORCH: dict[str, Callable[[Scaler], str]] = {
+    "the scale after 3 finite steps with `growth_interval=3`, and after an overflow": (
+        default_rule
+    ),
+    "one skipped step: what the caller gets": outcome,
+    "check, unscale and clip before a fused step: passes over the gradients": (
+        clipping_passes
+    ),
     "200 losses in a row are NaN: the scale": collapsed_scale,
     "the weights after the next finite step": weights_after,
     "one skipped step: the scheduler": schedule,
     "one skipped step: BatchNorm's running mean": buffers,
     "clipping gradients that are still scaled": clipped_scaled,
     "FP16 parameters": half_parameters,
+    "FP32 master weights for FP16 parameters": masters,
     "gradients that LBFGS gets with a closure, by position": closures,
     "complex gradients": complex_gradients,
 }
@@ -200,11 +287,77 @@ def buoy_minimum() -> str:
     return power(float(buoy.jax.scale_of(after_overflows(step, tx.init(jnp.ones(1))))))
 
 
+def flax_overflow() -> tuple[str, str]:
+    """Apply the gradients that flax returns after an overflow."""
+    weight = jnp.zeros(1)
+    _, finite, _, grad = DynamicScale().value_and_grad(lambda w: jnp.sum(w**0.5))(
+        weight
+    )
+    return state_of(weight - grad), f"`is_fin` is {bool(finite)}"
+
+
+def jmp_overflow() -> tuple[str, str]:
+    """Apply the gradients that jmp returns after an overflow."""
+    weight, scale = jnp.zeros(1), jmp.DynamicLossScale(jnp.float32(2.0**15))
+    grad = scale.unscale(jax.grad(lambda w: scale.scale(jnp.sum(w**0.5)))(weight))
+    return state_of(weight - grad), f"`all_finite` is {bool(jmp.all_finite(grad))}"
+
+
+def buoy_overflow() -> tuple[str, str]:
+    """Apply the updates of `loss_scaled` after an overflow."""
+    weight, tx = jnp.zeros(1), buoy.jax.loss_scaled(optax.sgd(1.0))
+    state = tx.init(weight)
+    loss, grad = buoy.jax.value_and_grad(lambda w: jnp.sum(w**0.5))(state, weight)
+    updates, state = tx.update(grad, state, weight, value=loss)
+    verdict = buoy.jax.last_step(state).verdict
+    return state_of(optax.apply_updates(weight, updates)), f"the verdict `{verdict}`"
+
+
+def state_of(weight: Any) -> str:
+    """Say whether an update has changed a weight of 0."""
+    if not bool(jnp.isfinite(weight).all()):
+        return "not finite: you select the old values"
+    return "unchanged" if bool((weight == 0).all()) else "changed"
+
+
+def argument(name: str, *functions: Callable[..., Any]) -> str:
+    """Say which argument does something; without one, it is up to the user."""
+    for function in functions:
+        if name in inspect.signature(function).parameters:
+            return f"`{name}=`"
+    return "no argument"
+
+
+def jax_rows() -> list[str]:
+    """List the rows about flax, jmp and Buoy."""
+    found = flax_overflow(), jmp_overflow(), buoy_overflow()
+    calls = (
+        (DynamicScale, DynamicScale.value_and_grad),
+        (jmp.DynamicLossScale, jmp.DynamicLossScale.adjust, jmp.all_finite),
+        (buoy.jax.loss_scaled,),
+    )
+    table = {
+        "200 overflows in a row: the scale": (
+            flax_minimum(),
+            f"{jmp_minimum()}, with a minimum of 2^-10 set",
+            buoy_minimum(),
+        ),
+        "weights after an overflow, if you apply what you get": [x for x, _ in found],
+        "what the caller learns about the overflow": [y for _, y in found],
+        "clipping": [argument("max_norm", *one) for one in calls],
+        "devices of `shard_map` decide together": [
+            argument("axis_name", *one) for one in calls
+        ],
+    }
+    return [f"| {row} | {' | '.join(cells)} |" for row, cells in table.items()]
+
+
 def rows() -> list[str]:
     """List the rows of the page that are observed, in Markdown."""
-    return [
+    torch_rows = [
         f"| {row} | {look(TORCH)} | {look(BUOY)} |" for row, look in PYTORCH.items()
     ]
+    return torch_rows + jax_rows()
 
 
 def minima() -> dict[str, str]:
@@ -214,4 +367,3 @@ def minima() -> dict[str, str]:
 
 if __name__ == "__main__":
     print("\n".join(rows()))
-    print("scale after 200 overflows:", minima())

@@ -187,7 +187,6 @@ def test_the_comparison_shows_what_the_scalers_do():
 
     assert [] == [row for row in peers.rows() if row not in text]
     assert {"flax": "2^-126", "jmp": "2^0", "buoy": "2^-24"} == peers.minima()
-    assert "(`2^-126`, and `2^0` although 2^-10 was asked for)" in text
 
 
 # -- the reference --------------------------------------------------------------------
@@ -247,6 +246,7 @@ def test_every_public_module_is_in_the_reference():
 
 def test_names_that_a_page_leaves_out_are_on_another():
     """The same object, under a name of another module."""
+    pytest.importorskip("torch")
     modules = {name: load(name) for name in documented()}
     shown = [
         getattr(module, member)
