@@ -65,8 +65,49 @@ def test_gradients_that_move_no_weight_are_stuck_at_the_highest_scale(policy, cl
     assert "a scale of 2^64 or more" in str(alarms[0])
 
 
+@HIDDEN
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("managed", [True, False])
+def test_zeros_are_found_under_torchs_rule(visible, fused, managed, monkeypatch):
+    """Nothing else measures the gradients: one step in 64 does, and after zeros all."""
+    if not visible:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda _: False)
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=20, managed=managed)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.0, fused=fused)
+    for step in range(300):
+        optimizer.zero_grad()
+        # Zero at single steps among those that are looked at, and from step 180 on.
+        scaler.scale(weight.sum() * float(step % 64 != 63 and step < 180)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 180:
+            assert alarms == []
+    assert [stuck.zeros for stuck in alarms] == [20]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_zeros_of_one_optimizer_alone_are_not_stuck(clip):
+    """The other one's gradients are not measured, or are not zero."""
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=20)
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    first, second = (torch.optim.SGD([weight], lr=0.0) for weight in weights)
+    for _ in range(200):
+        for weight in weights:
+            weight.grad = None
+        scaler.scale(weights[0].sum() * 0.0 + weights[1].sum()).backward()
+        if clip:
+            scaler.clip_grad_norm_(first, 1.0)
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+    assert alarms == []
+
+
 def test_steps_of_unknown_size_are_not_stuck():
-    """Torch's rule without clipping measures nothing."""
+    """Torch's rule without clipping measures few of them."""
     alarms = []
     scaler = GradScaler("cpu", on_stuck=alarms.append, patience=20)
     train(scaler, [1.0] * 30)

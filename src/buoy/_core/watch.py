@@ -181,6 +181,7 @@ class Watch:
         self.skips = 0
         self.row = 0  # steps skipped in a row
         self.zeros = 0  # applied steps in a row that were idle
+        self.found_zeros = False  # in the last step, by measuring
         self._log = logging.getLogger(logger)
         self._clean = 0  # steps since the last skip
         self._ever_clean = False
@@ -222,6 +223,7 @@ class Watch:
             self._alarmed = False
         # A scale that only the device has is not read for this.
         idle = is_idle(1.0 if callable(scale) else scale, norm, amax)
+        self.found_zeros = norm == 0.0 or amax == 0.0
         if idle:
             self.zeros += 1
             if self.zeros == self.patience:

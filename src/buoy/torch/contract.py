@@ -203,7 +203,7 @@ class TorchContract(TorchGradScaler):
         work.optimizer, rule = optimizer, self._rule
         with backend.NoGrad():
             gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
-            measures = rule.wants or self._hooks.looked
+            measures = rule.wants or self._hooks.looked or self._surveyor.is_sampled()
             if measures and rule.tensor is not None:
                 self._surveyor.inspect(work, inv_scale.reshape(()), None)
             safe = rule.is_safe(inv_scale)

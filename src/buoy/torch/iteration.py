@@ -46,7 +46,7 @@ class Work(dict[str, Any]):
     clipped_norm: torch.Tensor | None = None
     order = 2.0  # of that norm
     measured: Measured = _NOTHING  # by `Policy.wants`
-    amax: torch.Tensor | None = None  # the largest scaled magnitude, where measured
+    amax: float | torch.Tensor | None = None  # the largest scaled magnitude
     policy_flags: Flags | None = None  # what the policy sees; None: the same flags
     finite: bool | None = None  # the outcome, if the host has it
     settle: "Callable[..., Agreed] | None" = None  # combines the findings of all ranks

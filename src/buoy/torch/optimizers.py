@@ -38,18 +38,14 @@ class Recipients(NamedTuple):
 
 def unscales(optimizer: Any) -> bool:
     """Return whether an optimizer, or one that it wraps, divides by `grad_scale`."""
-    if not getattr(optimizer, _DECLARED, False):
+    if not getattr(optimizer, _DECLARED, False) or takes_scaler(optimizer):
         return False
-    if takes_scaler(optimizer) or _begins_dampened(optimizer):
-        return False
-    return recipients(optimizer).sure
+    return recipients(optimizer).sure and not _begins_dampened(optimizer)
 
 
 def takes_scaling(optimizer: Any) -> bool:
     """Return whether an optimizer takes `found_inf`, itself or one that it wraps."""
-    if not getattr(optimizer, _DECLARED, False):
-        return False
-    if _begins_dampened(optimizer):
+    if not getattr(optimizer, _DECLARED, False) or _begins_dampened(optimizer):
         return False
     if type(optimizer) in _PLAIN or takes_scaler(optimizer):
         return True
@@ -121,7 +117,7 @@ def unscales_in_place(optimizer: Any) -> bool:
     """
     return all(
         any(getattr(type(one), "step", None) is kind.step for kind in _TORCHS)
-        for one in recipients(optimizer).found
+        for one in recipients(optimizer).found or (optimizer,)
     )
 
 
@@ -223,6 +219,7 @@ def read_found_inf(work: Work, found: torch.Tensor) -> bool:
     if apart and work.mismatch is not None:
         raise work.mismatch()
     work.measured = dict(zip(names, values, strict=True))
+    work.amax = work.measured.get("amax_log2", work.amax)
     return not flag
 
 

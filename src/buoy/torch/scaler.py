@@ -146,7 +146,7 @@ class GradScaler(TorchContract):
         self._hooks = Hooks(self, options)
         fp16 = feature("masters").Fp16Parameters(options.fp16_params)
         parts = self._rule, agreement, names, self._hooks, self._iteration, fp16
-        self._surveyor = Surveyor(*parts)
+        self._surveyor = Surveyor(*parts, self._log.watch)
         if options.device == "cpu":
             backend.self_test(torch.device("cpu"))
 

@@ -138,7 +138,7 @@ class StepLog:
         bad = next(iter(skipped), None)
         if finite or (bad is None and stepped):
             one = ended.works[0] if len(ended.works) == 1 else None
-            norm, amax = (one.norm, one.amax) if one else _sizes(ended.works)
+            norm, amax = (one.norm, one.amax) if one else _sizes(ended)
             scale: Any = after
             if not isinstance(after, float):
                 scale = partial(backend.read_one, after)
@@ -166,7 +166,7 @@ class StepLog:
             flag = ended.evidence.found  # without vetoes of the spike guard
         losses, iteration = ended.iteration.losses, ended.iteration
         loss = losses[-1] if losses else None
-        measured = (*_sizes(ended.works), loss, outcome._spike if outcome else None)
+        measured = (*_sizes(ended), loss, outcome._spike if outcome else None)
         numbers = [flag, iteration.differs, *ended.scales, *measured]
         iteration.differs = None
         has = tuple(number is not None for number in measured)
@@ -256,16 +256,17 @@ def _largest_loss(ended: Ended) -> Number:
     return backend.scalar(loss, skipped.device).masked_fill(skipped, torch.nan)
 
 
-def _sizes(works: list[Work]) -> tuple[Number | None, Number | None]:
-    """Combine several optimizers' norms (unscaled) and largest gradients (scaled)."""
+def _sizes(ended: Ended) -> tuple[Number | None, Number | None]:
+    """Combine several optimizers' norms (unscaled) and largest gradients (scaled).
+
+    Unless each has one, the result is unknown: those of the others may be larger.
+    """
+    works = ended.works
     if len(works) == 1:
         return works[0].norm, works[0].amax
     norms = [work.norm for work in works if work.norm is not None]
-    sizes = [work.amax for work in works if work.amax is not None]
-    norm = norms[0] if norms else None
-    if len(norms) > 1:
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-    amax = sizes[0] if sizes else None
-    if len(sizes) > 1:
-        amax = torch.stack(sizes).max()
+    sizes = [backend.scalar(x.amax, ended.home) for x in works if x.amax is not None]
+    n = len(works) or None
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) == n else None
+    amax = torch.stack(sizes).max() if len(sizes) == n else None
     return norm, amax

@@ -11,7 +11,7 @@ applied to `.grad` or passed to the optimizer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from buoy._backends.torch.names import Names
 from buoy._backends.torch.rank_norms import RankGradients
 from buoy._core.errors import OptionError
 from buoy._core.step import MEASUREMENTS
+from buoy._core.watch import Watch
 from buoy.torch import errors
 from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
@@ -43,6 +44,8 @@ from buoy.torch.policy_state import SMALLEST, Evidence
 from buoy.torch.scale import Scale
 
 __all__ = ["Surveyor"]
+
+_SELDOM = 64  # steps between two looks for gradients that are all zero
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Surveyor:
     hooks: Hooks
     iteration: Iteration
     fp16: Any  # `features.masters.Fp16Parameters`
+    watch: Watch
 
     # -- inspecting --------------------------------------------------------------------
 
@@ -78,6 +82,8 @@ class Surveyor:
         """Check gathered gradients, compute a norm, measure what the policy wants."""
         gathered: Any = work.gathered
         due = self._due() if self.rule.wants else ()
+        if order is None and self.is_sampled():
+            due = {*due, "amax_log2"}
         work.survey = survey = take_survey(
             gathered if order is None else magnitudes(gathered, order),
             inverse,
@@ -97,7 +103,15 @@ class Surveyor:
         for hook in self.hooks.looked:
             hook(work)
 
-    def _due(self) -> Sequence[str]:
+    def is_sampled(self) -> bool:
+        """Return whether to look for zeros: rarely, and after they were found.
+
+        A rank alone cannot: its part of the gradients may be zero.
+        """
+        due = self.watch.found_zeros or self.rule.turn % _SELDOM == _SELDOM - 1
+        return due and not self.agreement.active
+
+    def _due(self) -> Collection[str]:
         """Return the names of the measurements that are due in this iteration."""
         turn, wants = self.rule.turn, self.rule.wants
         return [n for n, one in MEASUREMENTS.items() if n in wants and one.due(turn)]
