@@ -1,8 +1,7 @@
 """The methods of `torch.amp.GradScaler`, public and private, implemented by Buoy.
 
-Arguments and results are those of torch, for the libraries that call or override these
-methods.  Torch's five numbers are attributes of `Scale`; torch's names for them are
-properties here.
+Arguments and results are those of torch, for libraries that call or override these
+methods.  Torch's five numbers are attributes of `Scale`, and properties here.
 """
 
 from collections import defaultdict
@@ -201,13 +200,17 @@ class TorchContract(TorchGradScaler):
         """Check and multiply the gradients; return a flag per device."""
         work = self._per_optimizer_states.get(id(optimizer)) or Work()
         work.optimizer, rule = optimizer, self._rule
-        with backend.NoGrad():
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # `NoGrad`, without its two calls
+        try:
             gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
             measures = rule.wants or self._hooks.looked or self._surveyor.is_sampled()
             if measures and rule.tensor is not None:
                 self._surveyor.inspect(work, inv_scale.reshape(()), None)
             safe = rule.is_safe(inv_scale)
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
+        finally:
+            torch._C._set_grad_enabled(recording)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -259,10 +262,7 @@ class TorchContract(TorchGradScaler):
         return result
 
     def _refuse_stale(self, work: Work) -> None:
-        """Raise for gradients of an earlier scale.
-
-        Other ranks, other scale groups and compiled code may have scaled a loss.
-        """
+        """Raise for gradients of an earlier scale, unless a loss was scaled elsewhere."""
         elsewhere = self._agreement.active or self._iteration.compiled_losses
         if self._iteration.scaled and not (work.combined or elsewhere):
             raise errors.scaled_before_update()
@@ -283,7 +283,7 @@ class TorchContract(TorchGradScaler):
         """Step or skip an optimizer that does not take `found_inf`."""
         work: Any = optimizer_state
         home: Any = self._rule.tensor
-        found = combined(work["found_inf_per_device"], home.device)
+        found = work.found = combined(work["found_inf_per_device"], home.device)
         if found is None:
             return None
         if self._options.sync == "never":
@@ -309,7 +309,7 @@ class TorchContract(TorchGradScaler):
                 self._check_inf_per_device(optimizer)
         survey.settle(work)
         scale: Any = self._get_scale_async()
-        found = combined(work["found_inf_per_device"], scale.device)
+        found = work.found = combined(work["found_inf_per_device"], scale.device)
         given, ask = (scale, found, args, kwargs), self._options.managed
         return optimizers.step_with_found_inf(work, whom, *given, ask=ask)
 
@@ -324,7 +324,9 @@ class TorchContract(TorchGradScaler):
     def _conclude_step(self, work: Work, now: Now) -> LastStep:
         """Log the outcome of a step and call the hooks."""
         work["stage"], work.freshness = OptState.STEPPED, None
-        found = combined(work["found_inf_per_device"], now.device)
+        found = work.found
+        if found is None:
+            found = combined(work["found_inf_per_device"], now.device)
         outcome = self._log.add(work, found, now.copy, self._iteration.losses)
         if work.finite is False:
             for hook in self._hooks.skipped:
@@ -363,8 +365,7 @@ class TorchContract(TorchGradScaler):
         if rule.tensor is None:
             self._check_scale_growth_tracker("update")
         works = list(self._per_optimizer_states.values())
-        now = rule.now()
-        before, evidence = now.copy, None
+        now, evidence = rule.now(), None
         if new_scale is None:
             evidence = evidence_of(works, now.device)
             if evidence is None and not idle:
@@ -373,7 +374,7 @@ class TorchContract(TorchGradScaler):
             check_new_scale(new_scale, self._device, rule)
             rule.set(new_scale)
         try:
-            scales, turn = (before, rule.move(evidence, now).copy), rule.turn - 1
+            scales, turn = (now.copy, rule.move(evidence, now).copy), rule.turn - 1
             ended = Ended(works, evidence, iteration, turn, scales, now.device)
             self._log.end(ended, self._hooks)
         finally:

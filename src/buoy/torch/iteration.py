@@ -48,6 +48,7 @@ class Work(dict[str, Any]):
     measured: Measured = _NOTHING  # by `Policy.wants`
     amax: float | torch.Tensor | None = None  # the largest scaled magnitude
     policy_flags: Flags | None = None  # what the policy sees; None: the same flags
+    found: torch.Tensor | None = None  # the flag that its step used
     finite: bool | None = None  # the outcome, if the host has it
     settle: "Callable[..., Agreed] | None" = None  # combines the findings of all ranks
     differs: torch.Tensor | None = None  # 1 if ranks differ; the host has not read it
@@ -224,9 +225,8 @@ def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
     found: list[Evidence] = []
     for work in works:
         learns = work.policy_flags
-        flag = combined(
-            work["found_inf_per_device"] if learns is None else learns, home
-        )
+        flags = work["found_inf_per_device"] if learns is None else learns
+        flag = combined(flags, home)
         if flag is None:
             continue
         finite = work.finite
@@ -236,9 +236,9 @@ def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
         found.append(Evidence(flag, finite, work.measured))
     if len(found) <= 1:
         return found[0] if found else None
-    flags, outcomes, measured = zip(*found, strict=True)
+    every, outcomes, measured = zip(*found, strict=True)
     known = None if None in outcomes else all(outcomes)
-    return Evidence(torch.stack(flags).max(), known, merged(measured, home))
+    return Evidence(torch.stack(every).max(), known, merged(measured, home))
 
 
 def merged(found: Sequence[Measured], home: torch.device) -> Measured:

@@ -74,6 +74,7 @@ class Scale:
         self.half = False  # there was an FP16 loss
         self._now: Now | None = None
         self._view: backend.HostView | None = None  # collectives keep `_version`
+        self._clean: backend.HostCount | None = None  # the tracker's value
         self.admit(init_scale)
 
     def place(self, device: torch.device, init_scale: float, count: int) -> None:
@@ -85,7 +86,7 @@ class Scale:
         if run is not None and value != run.scale and not run.on_device:
             run.start(init_scale)
             tensor.fill_(run.scale)
-        self._note(value, count)
+        self._note(value)
 
     def make_tensors(self, device: torch.device, init_scale: float, count: int) -> None:
         """Create only the tensors: all that a compiled graph needs."""
@@ -101,7 +102,7 @@ class Scale:
         if (
             now is not None
             and now.tensor is tensor
-            and tensor._version == self._versions[0]
+            and tensor._version == self._version
             and self._seen is self.tracker
             and (view is None or view.value == now.value)
         ):
@@ -116,7 +117,6 @@ class Scale:
     def _follow(self) -> Now:
         """Continue from a scale that others have written into the tensor."""
         tensor: Any = self.tensor
-        tracker: Any = self.tracker
         compiled = self._compiled_turns()
         if compiled:
             self.count_from(self.turn + compiled)
@@ -126,27 +126,24 @@ class Scale:
             if self.run is not None and not self.run.on_device:
                 self.run.start_on_device(tensor)
             return self._note(None)
-        value, count = backend.read([tensor, tracker])
+        value = backend.read_host_memory(tensor)
         if self.run is not None and value != self.run.scale:
             if not SMALLEST <= value <= FLOAT32_MAX:
                 return self._note(None)  # this step is skipped
             self.run.start(value)
             tensor.fill_(self.run.scale)
-        return self._note(value, int(count))
+        return self._note(value)
 
-    def _note(self, value: float | None, count: int = 0) -> Now:
-        """Cache the values of the tensors; `value` None: only the device has both.
-
-        Policies do not use the count.
-        """
+    def _note(self, value: float | None) -> Now:
+        """Cache the values of the tensors; `value` None: only the device has both."""
         tensor: Any = self.tensor
         tracker: Any = self.tracker
         if self.run is not None and value is not None:
             own = self.run.scale
             value = own if isinstance(own, float) else None
         self._view = None if value is None else backend.host_view(tensor)
-        self._versions = (tensor._version, tracker._version)  # when last read
-        self._count, self._seen = count, tracker  # and the tensor that held it
+        self._clean, self._seen = backend.host_count(tracker), tracker
+        self._version = tensor._version
         safe = value is not None and value >= 1.0
         copy = tensor.detach().clone() if value is None else value
         inverse = backend.reciprocal(tensor)
@@ -213,11 +210,11 @@ class Scale:
                 self.run.update(evidence)
             finally:
                 self._write()
-        elif evidence.finite is not None and now.value is not None:
-            self._move_on_host(now.value, evidence.finite)
-        else:
+        elif evidence.finite is None or now.value is None or self._clean is None:
             self.move_on_device(evidence)
             self._note(None)
+        else:
+            self._move_on_host(now.value, self._clean, finite=evidence.finite)
         return self._now or now
 
     def move_on_device(self, evidence: Evidence) -> None:
@@ -240,25 +237,22 @@ class Scale:
         )
         tensor.clamp_(self.low, self.high)
 
-    def _move_on_host(self, before: float, finite: bool) -> None:
-        """Apply torch's rule on plain numbers, then fill the tensors."""
-        tensor: Any = self.tensor
-        tracker: Any = self.tracker
-        if tracker._version != self._versions[1]:  # others have written to it
-            self._count = int(backend.read([tracker])[0])
-        after, count = before, self._count + 1
+    def _move_on_host(
+        self, before: float, clean: backend.HostCount, *, finite: bool
+    ) -> None:
+        """Apply torch's rule on plain numbers, and write them to the tensors."""
+        after, count = before, clean.value + 1
         if not finite:
             after, count = single(before * self.backoff_factor), 0
         elif count == self.growth_interval:
             grown, count = single(before * self.growth_factor), 0
             after = grown if math.isfinite(grown) else before
-        tracker.fill_(count)
-        if after == before >= self.low:
-            self._count, self._versions = count, (self._versions[0], tracker._version)
-            return
-        after = single(min(max(after, self.low), self.high))
-        tensor.fill_(after)
-        self._note(after, count)
+        clean.value = count
+        if not after == before >= self.low:
+            tensor: Any = self.tensor
+            after = single(min(max(after, self.low), self.high))
+            tensor.fill_(after)
+            self._note(after)
 
     def _write(self) -> None:
         """Write the policy's scale to the tensor."""
@@ -308,7 +302,7 @@ class Scale:
         else:
             self.admit(float(value))
             now.tensor.fill_(float(value))
-            self._note(None if now.value is None else single(value), self._count)
+            self._note(None if now.value is None else single(value))
 
     def override(self, value: float) -> None:
         """Set the scale within an iteration; keep the rest of the policy's state."""
@@ -334,7 +328,7 @@ class Scale:
         if self.tensor is not None:
             self.tensor.fill_(scale)
             tracker.fill_(count)
-            self._note(single(scale), count)
+            self._note(single(scale))
 
     def configure(self, name: str, value: Any) -> None:
         """Change one of torch's three numbers, here and in the policy."""

@@ -83,9 +83,10 @@ class StepLog:
         """Log the outcome of an optimizer's step."""
         outcome = LastStep(self.context, work, found, scale, losses)
         work.outcome, self.last, self.compiled = outcome, outcome, None
-        self.by_optimizer[id(work.optimizer)] = outcome
+        key = id(work.optimizer)
+        self.by_optimizer[key] = outcome
         if work.finite is not False:
-            self.context.examined.discard(id(work.optimizer))
+            self.context.examined.discard(key)
         return outcome
 
     def add_unscaled(self, optimizer: Any) -> None:
@@ -134,8 +135,8 @@ class StepLog:
     def _note(self, ended: Ended, stepped: list[LastStep], *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
         before, after = ended.scales
-        skipped = () if finite else (one for one in stepped if one._applied is False)
-        bad = next(iter(skipped), None)
+        skipped = (one for one in stepped if one._applied is False)
+        bad = None if finite else next(skipped, None)
         if finite or (bad is None and stepped):
             one = ended.works[0] if len(ended.works) == 1 else None
             norm, amax = (one.norm, one.amax) if one else _sizes(ended)

@@ -68,7 +68,8 @@ class Surveyor:
         for hook in self.hooks.before_look:
             hook(work)
         gathered = work.gathered = gather(work.optimizer)
-        if len(set(map(id, gathered.held))) < len(gathered.held):
+        # A dict is a third of the size of a set: freeing it is cheap.
+        if len(dict.fromkeys(map(id, gathered.held))) < len(gathered.held):
             raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
         apart = gathered.grads is not gathered.held  # torch.distributed is in use
         if apart and gathered.sharded and not self.agreement.active:
@@ -121,10 +122,8 @@ class Surveyor:
         with backend.NoGrad():
             gathered = self.gather(work, allow_fp16=True)
             self.inspect(work, self.rule.now().inverse, None)
-        survey = work.survey
-        if survey is None or not gathered.grads:
-            return {}
-        return {survey.found.device: survey.found}
+        survey: Any = work.survey
+        return {survey.found.device: survey.found} if gathered.grads else {}
 
     # -- ranks -------------------------------------------------------------------------
 

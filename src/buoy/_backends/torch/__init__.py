@@ -14,6 +14,7 @@ import torch
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
 
 __all__ = [
+    "HostCount",
     "HostView",
     "NoGrad",
     "amax",
@@ -21,6 +22,7 @@ __all__ = [
     "check_and_multiply_",
     "check_and_multiply_plainly_",
     "exact_norm",
+    "host_count",
     "host_value",
     "host_view",
     "in_host_memory",
@@ -287,11 +289,27 @@ class HostView(ctypes.c_float):
     storage: torch.UntypedStorage  # keeps the memory alive
 
 
+class HostCount(ctypes.c_int32):
+    """A view of an int32 CPU tensor's memory; setting `value` needs no kernel."""
+
+    storage: torch.UntypedStorage  # keeps the memory alive
+
+
 def host_view(number: torch.Tensor) -> HostView | None:
     """Return a view of a number; None if it is not in host memory."""
     if not in_host_memory(number):
         return None
     view = HostView.from_address(number.data_ptr())
+    view.storage = number.untyped_storage()
+    return view
+
+
+def host_count(number: torch.Tensor) -> HostCount | None:
+    """Return a view of an int32 number; None if it is not in host memory."""
+    plain = type(number) is torch.Tensor and number.dtype is torch.int32
+    if not (plain and number.is_cpu) or torch.compiler.is_compiling():
+        return None
+    view = HostCount.from_address(number.data_ptr())
     view.storage = number.untyped_storage()
     return view
 
@@ -318,11 +336,11 @@ def value_or_copy(number: torch.Tensor) -> float | torch.Tensor | None:
 
     None for tensors on "meta" and in transforms of `torch.func`.
     """
-    if number.is_meta or _is_transformed(number):
+    if _is_transformed(number):
         return None
     if in_host_memory(number):
-        return read_host_memory(number)
-    return number.detach().clone()
+        return _Float.from_address(number.data_ptr()).value
+    return None if number.is_meta else number.detach().clone()
 
 
 def scalar(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:

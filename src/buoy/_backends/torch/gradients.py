@@ -344,16 +344,16 @@ def check_and_multiply_(
     With a scale below 1, which may overflow, the result is checked again.
     """
     flags: dict[torch.device, torch.Tensor] = {}
+    home = found.device
     for device, _, grads in gathered.buckets:
-        factor = inverse
-        if device != found.device:
+        flag, factor = found, inverse
+        if device != home:
             factor = inverse.to(device, non_blocking=True)
-        if device not in flags:
-            at_home = device == found.device
-            flags[device] = found if at_home else found.to(device, non_blocking=True)
-        backend.check_and_multiply_(grads, flags[device], factor)
+            flag = flags.get(device, found).to(device, non_blocking=True)
+        flags[device] = flag
+        backend.check_and_multiply_(grads, flag, factor)
         if not safe and _exceeds_one(factor):
-            backend.check_and_multiply_(grads, flags[device], torch.ones_like(factor))
+            backend.check_and_multiply_(grads, flag, torch.ones_like(factor))
     return flags
 
 

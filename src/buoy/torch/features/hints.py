@@ -39,7 +39,7 @@ class Hints(Extension):
         self._has_graph: bool | None = None  # whether a loss had one; None: no loss yet
         # By id: parameters that losses depend on, and optimizers that have stepped.
         self._reached = weakref.WeakValueDictionary[int, torch.Tensor]()
-        self._known = weakref.WeakValueDictionary[int, Any]()
+        self._known: dict[int, weakref.ref[Any]] = {}
         # Optimizers of models with `model`'s shapes; None once `model` has stepped.
         self._lookalikes: set[int] | None = set()
         self._bad: dict[int, list[_Gradient]] = {}  # of each optimizer's last skip
@@ -53,7 +53,7 @@ class Hints(Extension):
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that have stepped and still exist."""
-        return list(self._known.values())
+        return [one for known in self._known.values() if (one := known()) is not None]
 
     def loss_scaled(
         self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
@@ -93,7 +93,8 @@ class Hints(Extension):
         if not self._steps & (self._steps - 1):
             self._losses_left = max(self._losses_left, _MORE_LOSSES)
         optimizer = work.optimizer
-        if self._known.get(id(optimizer)) is optimizer:
+        known = self._known.get(id(optimizer))
+        if known is not None and known() is optimizer:
             if self._lookalikes and id(optimizer) in self._lookalikes:
                 self._lookalikes = None
                 self.warn("other model", _OTHER_MODEL)
@@ -102,7 +103,7 @@ class Hints(Extension):
         if stepping := stepped_in_backward(held):
             raise _in_backward(scaler._names.of(optimizer, stepping))
         with suppress(TypeError):  # no weak references: check at every step
-            self._known[id(optimizer)] = optimizer
+            self._known[id(optimizer)] = weakref.ref(optimizer)
         model = scaler._names.known
         if any(id(param) in model for param in held):
             self._lookalikes = None

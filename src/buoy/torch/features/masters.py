@@ -44,7 +44,7 @@ class Fp16Parameters:
         """
         if optimizer not in _FP32:
             _check_drift(optimizer, names, parameters_of(optimizer))
-        masters = masters_of(optimizer)
+        masters = getattr(optimizer, "_buoy_masters", None)
         if masters is None and self.wanted == "master":
             halves = any(one.dtype in HALVES for one in parameters_of(optimizer))
             masters = MasterWeights(optimizer, names=names) if halves else None
