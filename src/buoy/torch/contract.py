@@ -262,7 +262,7 @@ class TorchContract(TorchGradScaler):
         return result
 
     def _refuse_stale(self, work: Work) -> None:
-        """Raise for gradients of an earlier scale, unless a loss was scaled elsewhere."""
+        """Raise for gradients of an earlier scale, if no loss was scaled elsewhere."""
         elsewhere = self._agreement.active or self._iteration.compiled_losses
         if self._iteration.scaled and not (work.combined or elsewhere):
             raise errors.scaled_before_update()
