@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_histograms_that_unpack_to_gigabytes_are_refused(hostile):
 )
 def test_values_of_other_types_are_an_error_that_names_the_entry(hostile, change):
     """SQLite lets any column hold anything."""
-    with sqlite3.connect(hostile) as file:
+    with closing(sqlite3.connect(hostile)) as file, file:
         file.execute(change)
     with pytest.raises(TraceError, match=r"the entry ('x'|0) of its table"):
         buoy.trace.load(hostile)

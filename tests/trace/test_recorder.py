@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import tracemalloc
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -67,7 +68,7 @@ def test_rows_are_the_same_whatever_is_read_at_once(tmp_path, monkeypatch):
     assert repr([row.norm for row in whole]) == repr(norms)
     assert (whole[4].offenders, whole[4].applied) == (("a", "b"), False)
     assert repr(whole[-1]) == repr(whole[2:][-1]) == repr(next(reversed(whole)))
-    with sqlite3.connect(path) as file:
+    with closing(sqlite3.connect(path)) as file, file:
         file.execute("UPDATE steps SET amax = 'x' WHERE step = 5")
     with pytest.raises(TraceError, match="the entry 5 of its table 'steps'"):
         buoy.trace.load(path)

@@ -33,8 +33,8 @@ __all__ = ["watch"]
 def watch(source: str, every: float, *, once: bool, as_json: bool) -> None:
     """Watch the run that is being recorded in FILE until it ends.
 
-    It waits for the file if it does not exist yet.  Without a terminal, it prints a line
-    whenever there is something new.
+    It waits for the file if it does not exist yet.  Without a terminal, it prints a
+    line whenever there is something new.
     """
     from buoy.report.watch import Follower  # noqa: PLC0415 - only what is used
 

@@ -169,7 +169,7 @@ def _connected(where: str, how: str) -> sqlite3.Connection:
         file.isolation_level = None
         file.execute("BEGIN")  # one moment for all that is read
         file.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
+    except BaseException:  # damage shows as a UnicodeDecodeError, too
         file.close()
         raise
     return file
