@@ -413,3 +413,25 @@ def test_a_sum_of_groups_onto_scaled_gradients_is_refused_at_its_first_use(fused
     with pytest.raises(CallOrderError, match="wrong scale"):
         scaler.backward({"one": param.sum()}, optimizer)
     assert torch.equal(param, torch.ones(2))
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", ["unscale_", "clip_grad_norm_", "clip_grad_value_"])
+def test_a_loss_that_was_not_scaled_is_checked_too(visible, fused, first, monkeypatch):
+    """Its gradients are added after the check; finite ones are applied."""
+    if not visible:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda _: False)
+    param = weight()
+    optimizer = torch.optim.AdamW([param], fused=fused)
+    scaler = GradScaler("cpu")
+    for bad in (math.nan, 1.0, math.inf):
+        backward(scaler, optimizer, param)
+        arguments = () if first == "unscale_" else (1.0,)
+        getattr(scaler, first)(optimizer, *arguments)
+        (param.sum() * bad).backward()
+        before = param.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step.applied == math.isfinite(bad)
+        assert torch.equal(param, before) != math.isfinite(bad)

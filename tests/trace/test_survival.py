@@ -233,7 +233,7 @@ def test_whatever_is_noted_about_a_run_is_kept(tmp_path):
     """What JSON has no form for becomes text, and costs nothing else."""
     circle: list = []
     circle.append(circle)
-    meta = {"path": tmp_path, "set": {1}, "keys": {(1, 2): 3}, "circle": circle}
+    meta = {"path": tmp_path, "set": {1}, "keys": {(1, 2): 3}, "circle": circle, 7: 8}
     with Recorder(tmp_path / "run.buoy", meta=meta) as recorder:
         recorder.step(scale=2.0, applied=True)
         recorder.describe(model=object)
@@ -242,6 +242,7 @@ def test_whatever_is_noted_about_a_run_is_kept(tmp_path):
     assert recording.meta["path"] == str(tmp_path)
     assert recording.meta["keys"] == "{(1, 2): 3}"
     assert recording.meta["circle"] == "[[...]]"
+    assert recording.meta["7"] == 8
 
 
 def test_histograms_that_cannot_be_made_cost_only_themselves(tmp_path):

@@ -14,9 +14,12 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import (
     Gathered,
     Survey,
+    first_gradient,
     parameters_of,
+    raise_flags,
     same_parameters,
 )
+from buoy._backends.torch.graph import graph_nodes
 from buoy._core.step import MEASUREMENTS
 from buoy.torch import errors
 from buoy.torch.policy_state import Evidence
@@ -93,6 +96,9 @@ class Work(dict[str, Any]):
                 self.freshness = self.survey = None
             elif self.freshness.outdated():
                 raise errors.changed(method)
+            elif method == "step" and self.freshness.nodes != graph_nodes():
+                # A loss that was not scaled may have added to the gradients.
+                raise_flags(self.optimizer, self.get("found_inf_per_device", {}))
 
     def _is_alias_in(self, works: Collection["Work"]) -> bool:
         """Return whether another optimizer's work has inspected one of its gradients.
@@ -113,9 +119,7 @@ class Work(dict[str, Any]):
         """Return one gradient and its version: a new backward pass changes it, too."""
         params = () if self.gathered is None else self.gathered.params
         found = params[0].grad if params else None
-        if found is None:
-            held = parameters_of(self.optimizer)
-            found = next((p.grad for p in held if p.grad is not None), None)
+        found = first_gradient(self.optimizer) if found is None else found
         return None if found is None else (weakref.ref(found), found._version)
 
     def veto(self, flag: torch.Tensor, home: torch.device) -> None:
@@ -144,7 +148,7 @@ class Freshness:
     touched = False
 
     def __init__(self, optimizer: Any, gathered: Gathered | None) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.nodes = optimizer, graph_nodes()
         self._params = None if gathered is None else gathered.params
 
     def expect_backward(self) -> None:
@@ -246,8 +250,7 @@ def merged(found: Sequence[Measured], home: torch.device) -> Measured:
     whole: Measured = {}
     for name in MEASUREMENTS:
         values = [one[name] for one in found if name in one]
-        if not values:
-            continue
-        numbers = torch.stack([backend.scalar(value, home) for value in values])
-        whole[name] = numbers.max()
+        if values:
+            numbers = torch.stack([backend.scalar(value, home) for value in values])
+            whole[name] = numbers.max()
     return whole

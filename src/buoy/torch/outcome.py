@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from buoy._backends import torch as backend
-from buoy._backends.torch.gradients import gather, parameters_of, take_survey
+from buoy._backends.torch.gradients import first_gradient, gather, take_survey
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.poison import nonfinite_parameters, poisoned
 from buoy._core.state import Step
@@ -219,9 +219,7 @@ class LastStep:
         if optimizer is None or self._first is None:
             return False
         known, version = self._first
-        now = next(
-            (p.grad for p in parameters_of(optimizer) if p.grad is not None), None
-        )
+        now = first_gradient(optimizer)
         return now is not None and now is known() and now._version == version
 
     def has_unscaled(self) -> bool:

@@ -79,7 +79,8 @@ class Recorder:
         )
         self._close = weakref.finalize(self, _finish, self._writer)
         about = {"format": number_format(format).name, "started": clock.time()}
-        self.describe(**about, **_versions(), **dict(meta or {}))
+        own = {str(key): value for key, value in (meta or {}).items()}
+        self.describe(**{**_versions(), **own, **about})
 
     @property
     def path(self) -> Path | None:

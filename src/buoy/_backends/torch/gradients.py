@@ -204,6 +204,12 @@ def magnitudes(gathered: Gathered, order: float) -> Gathered:
     return _sorted(gathered.params, sizes)
 
 
+def first_gradient(optimizer: Any) -> torch.Tensor | None:
+    """Return the first gradient that there is."""
+    grads = (param.grad for param in parameters_of(optimizer))
+    return next((grad for grad in grads if grad is not None), None)
+
+
 def same_parameters(optimizer: Any, seen: list[torch.Tensor]) -> bool:
     """Return whether every parameter that has a gradient now is in `seen`."""
     now = parameters_of(optimizer)
@@ -256,6 +262,18 @@ def _check(gathered: Gathered, inverse: torch.Tensor, *, safe: bool) -> torch.Te
             flag = flag.to(inverse.device, non_blocking=True)
         flags.append(flag)
     return flags[0] if len(flags) == 1 else torch.stack(flags).max()
+
+
+def raise_flags(optimizer: Any, flags: dict[torch.device, torch.Tensor]) -> None:
+    """Check gradients again: raise their flags if one is non-finite now.
+
+    Not with ranks, which may have agreed on these flags already.
+    """
+    if _DISTRIBUTED and dist.is_initialized():
+        return
+    for device, flag in flags.items():
+        found = take_survey(gather(optimizer), torch.ones_like(flag), safe=True).found
+        flags[device] = torch.maximum(flag, found)
 
 
 def _exceeds_one(factor: torch.Tensor) -> bool:

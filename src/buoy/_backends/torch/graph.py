@@ -4,7 +4,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["graph_of", "hooks_of", "stepped_in_backward"]
+__all__ = ["graph_nodes", "graph_of", "hooks_of", "stepped_in_backward"]
+
+# The number of graph nodes that this thread has made: it grows in a forward pass.
+graph_nodes = torch._C._autograd._get_sequence_nr
 
 _MAX_NODES = 100_000
 
