@@ -265,8 +265,43 @@ def test_stuck_is_heard_late_but_heard():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
         train(scaler, model, optimizer, ["inf"] * 12)
-    assert len(alarms) == 1
-    assert alarms[0].skipped >= 4
+    assert [alarm.skipped for alarm in alarms] == [4]
+    assert alarms[0].verdict == "scale_too_high"
+    assert alarms[0].offenders == ("param_groups[0]['params'][3] (3)",)
+
+
+@pytest.mark.parametrize("last", ["inf", "ok"])
+def test_a_late_alarm_names_gradients_of_a_skipped_step_only(last):
+    """If the last step was applied, its gradients are not those that overflowed."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4)
+    four = ["ok", "inf", "inf", "inf"] if last == "inf" else ["inf", "inf", "inf", "ok"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
+        train(scaler, model, optimizer, four * 5)  # four rows are copied together
+    assert [(alarm.skipped, alarm.window) for alarm in alarms] == [(12, 16)]
+    assert alarms[0].verdict == "scale_too_high"
+    named = ("param_groups[0]['params'][3] (3)",) if last == "inf" else ()
+    assert alarms[0].offenders == named
+
+
+def test_a_late_alarm_about_losses_examines_no_gradients():
+    """A loss that is not finite is the cause; every gradient only follows from it."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step) * torch.nan).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [alarm.verdict for alarm in alarms] == ["forward_nonfinite"]
+    assert alarms[0].offenders == ()
 
 
 @pytest.mark.parametrize("policy", ["headroom", "backoff", "apex", "static"])

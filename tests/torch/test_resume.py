@@ -121,7 +121,16 @@ def test_another_policys_state_gives_its_scale_and_says_so():
     """Changing the policy between runs is allowed, and not silent."""
     source = GradScaler("cpu", policy=buoy.Static(init_scale=32.0))
     target = GradScaler("cpu", policy="backoff")
-    with pytest.warns(BuoyWarning, match="only the scale"):
+    with pytest.warns(BuoyWarning, match="'Static', this .* 'Backoff': only the scale"):
+        target.load_state_dict(source.state_dict())
+    assert target.get_scale() == 32.0
+
+
+def test_a_state_of_the_same_policy_with_other_options_says_so():
+    """Its fields are others, so only the scale is of use."""
+    source = GradScaler("cpu", policy=buoy.Backoff(init_scale=32.0, hysteresis=3))
+    target = GradScaler("cpu", policy="backoff")
+    with pytest.warns(BuoyWarning, match="'Backoff' with other options, this scaler"):
         target.load_state_dict(source.state_dict())
     assert target.get_scale() == 32.0
 

@@ -389,3 +389,18 @@ def test_poison_inside_lists_and_dicts_of_an_optimizers_state_is_found(held):
     scaler.scale(param.sum() * torch.inf).backward()
     scaler.step(optimizer)
     assert scaler.last_step.verdict.value == "poisoned"
+
+
+def test_a_norm_that_overflows_over_finite_gradients_is_no_offender():
+    """The norms show both, the gradients which of them is not finite."""
+    large, bad = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    names = [("large", large), ("bad", bad)]
+    optimizer = torch.optim.SGD([large, bad], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1.0, named_parameters=names)
+    scaler.scale(large.sum() + bad.sum()).backward()
+    large.grad.fill_(1e30)
+    bad.grad[0] = torch.inf
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.offenders == ("bad",)

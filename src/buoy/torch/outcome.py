@@ -229,8 +229,7 @@ class LastStep:
 
     def _nonfinite(self, optimizer: Any) -> list[torch.Tensor]:
         """List the non-finite parameters, from the norms if any, else from `.grad`."""
-        there = self._first is None or self.is_unchanged()
-        now = nonfinite_parameters(gather(optimizer)) if there else []
+        now = nonfinite_parameters(gather(optimizer)) if self.is_unchanged() else []
         if self._parts is None:
             return now
         params, norms = self._parts

@@ -5,7 +5,7 @@ the first step whose outcome only the device has, its state stays on the device.
 """
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -155,10 +155,7 @@ class PolicyState:
         number: Any = min(max(value, low), high)
         if self.on_device:
             number = torch.full_like(self.state.scale, number)
-        if any(field.name == "scale" for field in fields(self.state)):
-            self.state = replace(self.state, scale=number)
-        else:
-            self.start(value)
+        self.state = replace(self.state, scale=number)
 
     def start(self, value: float) -> None:
         """Restart the policy at this scale, or as close to it as it can."""

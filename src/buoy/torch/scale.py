@@ -309,7 +309,6 @@ class Scale:
         if self.run is None:
             self.set(min(max(value, self.low), self.high))
         elif self.tensor is not None:
-            self.now()
             self.run.replace_scale(value)
             self._write()
 
