@@ -15,6 +15,7 @@ from buoy import TraceError, Verdict
 from buoy._core.verdicts import VERDICTS
 from buoy.report import Run, sum_up, summary
 from buoy.report.facts import share_points
+from buoy.report.figures import loss_charts
 from buoy.report.heat import columns
 from buoy.report.parts import _tiles
 from buoy.report.thin import thinned
@@ -273,3 +274,36 @@ def test_figures_are_the_same_without_numpy(amax, monkeypatch):
         monkeypatch.setitem(sys.modules, "numpy", None)
         assert repr(sum_up(replace(recording, rows=list(rows)))) == repr(fast)
         monkeypatch.undo()
+
+
+def test_a_logarithmic_axis_is_labelled_over_its_whole_range():
+    """Bokeh's own labels leave out the small numbers of a range below two decades."""
+    models = pytest.importorskip("bokeh.models")
+    rows = [Row(i, float(i), 1.0, True, norm=2.0 ** (-i)) for i in range(8)]
+    chart = loss_charts([Run(Recording("run.buoy", rows=rows))], models.Range1d())[
+        "norm"
+    ]
+    shown = [tick for tick in chart.yaxis[0].ticker.ticks if 2.0**-7 <= tick <= 1.0]
+    assert shown == [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
+    assert chart.yaxis[0].major_label_overrides[0.01] == "0.01"
+
+
+@pytest.mark.parametrize(
+    ("losses", "side"), [([2.0, 0.0], "bottom"), ([0.0, 2.0], "top"), ([1.0], "middle")]
+)
+def test_names_of_lines_that_end_together_stay_in_the_chart(losses, side):
+    """They are written below each other, towards the middle."""
+    models = pytest.importorskip("bokeh.models")
+    rows = [Row(i, float(i), 1.0, True, loss=x) for i, x in enumerate(losses)]
+    runs = [Run(Recording(f"{name}.buoy", rows=rows)) for name in "abc"]
+    chart = loss_charts(runs, models.Range1d())["loss"]
+    (label,) = chart.select({"name": "end loss"})
+    assert (label.text, label.text_baseline) == ("a,\nb,\nc", side)
+
+
+def test_a_scale_that_did_not_move_was_one_number():
+    """It did not go from somewhere to the same place."""
+    assert any(
+        "the scale was 2^10." in text
+        for text in summary(sum_up(run("1" * 9))).sentences
+    )

@@ -127,12 +127,28 @@ def curves(
     low, high = min(low for low, _ in ends), max(high for _, high in ends)
     kind = "log" if low > 0.0 and high / low > _LOG else "linear"
     chart = figure_of(name, 220, x_range=x_range, y_axis_type=kind)
+    if kind == "log":
+        chart.yaxis.ticker = ticks = log_ticks(low, high)
+        chart.yaxis.major_label_overrides = {tick: f"{tick:g}" for tick in ticks}
     for index, steps, values in lines:
         keep = thinned(values)
         line = curve(chart, index, [steps[i] for i in keep], values[keep])
         _hover(chart, line, [("run", runs[index].label), (name, "@y{0.[0000]}")], runs)
     end_labels(chart, runs, low=low, high=high, log=kind == "log")
     return chart
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Choose the labels of a logarithmic axis; Bokeh's own leave out small numbers.
+
+    Example:
+        >>> log_ticks(0.02, 1.0)
+        [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    digits = (1, 2, 5) if last - first <= 3 else (1,)
+    decades = range(first, last + 1, max(1, (last - first) // 6))
+    return [float(f"{digit}e{k}") for k in decades for digit in digits]
 
 
 def curve(
@@ -191,17 +207,19 @@ def end_labels(
     gap = 0.075 * (place(high) - place(low)) if high > low else 0.0
     groups: list[list[tuple[float, float, int, str]]] = []
     for end in sorted(ends):
-        if groups and place(end[0]) - place(groups[-1][0][0]) < gap:
+        if groups and place(end[0]) - place(groups[-1][0][0]) <= gap:
             groups[-1].append(end)
         else:
             groups.append([end])
     for group in groups:
-        # Below each other: a long name must not leave the chart.
+        y = group[len(group) // 2][0]
+        height = (place(y) - place(low)) / (place(high) - place(low)) if gap else 0.5
+        # Names below each other must not leave the chart, to no side.
+        side = "bottom" if height < 0.25 else "top" if height > 0.75 else "middle"
         names = ",\n".join(f"{name:.18}" for _, _, _, name in group)
         label = Label(
-            x=max(x for _, x, _, _ in group), y=group[len(group) // 2][0], x_offset=6,
-            text=names,
-            text_font_size="12px", text_baseline="middle", name=f"end {chart.name}",
+            x=max(x for _, x, _, _ in group), y=y, x_offset=6, text=names,
+            text_font_size="12px", text_baseline=side, name=f"end {chart.name}",
         )  # fmt: skip
         colour = RUNS[group[0][2] % len(RUNS)] if len(group) == 1 else INK
         chart.add_layout(coat(label, text_color=colour))

@@ -135,9 +135,11 @@ def _calm(found: Facts) -> str:
 
 
 def _about(found: Facts) -> tuple[str, ...]:
-    went = f"from {power(found.first_scale)} to {power(found.last_scale)}"
+    went = f"went from {power(found.first_scale)} to {power(found.last_scale)}"
+    if found.low_scale == found.high_scale:
+        went = f"was {power(found.last_scale)}"
     lost = f"{found.skipped:,} of {found.steps:,} steps were skipped"
-    said = [f"{lost}; the scale went {went}."]
+    said = [f"{lost}; the scale {went}."]
     if found.headroom is not None:
         said.append(
             f"The largest gradient stayed {bits(found.headroom)} below the limit "
