@@ -919,3 +919,20 @@ def test_the_norm_of_a_step_that_was_taken_back_is_right(first):
     report = scaler.last_step_of(optimizers[0])
     assert report.partner
     assert report.norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
+
+
+def test_gradients_of_another_scale_are_refused_before_anything_looks_at_them():
+    """Also in a joint step, which would unscale them first."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0, skip="joint")
+    one = scaler.group("one", init_scale=4.0)
+    one.scale(loss_of(model, 0))
+    scaler.scale(loss_of(model, 0)).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    with pytest.raises(CallOrderError, match="one"):
+        one.step(optimizer)
+    assert all(map(torch.equal, before, [param.grad for param in model.parameters()]))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
