@@ -214,3 +214,26 @@ def test_nothing_of_a_policy_is_known_before_the_first_loss():
     assert scaler.get_scale() == 8.0
     assert scaler._scale is None
     assert loss_of(net(), 0).item() * 8.0 == scaler.scale(loss_of(net(), 0)).item()
+
+
+class Moves(torch.overrides.TorchFunctionMode):
+    """Note the devices that tensors are moved to."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            self.devices.append(kwargs["device"].type)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "moves"), [("cpu", []), ("meta", ["meta"])])
+def test_the_scale_is_moved_to_a_loss_on_another_device_only(device, moves):
+    """A move costs as much as the rest of `scale`."""
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones((), requires_grad=True))
+    with Moves() as seen:
+        scaled = scaler.scale(torch.ones((), device=device, requires_grad=True))
+    assert (scaled.device.type, seen.devices) == (device, moves)

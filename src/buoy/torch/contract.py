@@ -68,7 +68,9 @@ class TorchContract(TorchGradScaler):
         self._note_loss(outputs)
         rule: Any = self._rule
         scale = rule.tensor if rule.run is None else rule.now().tensor
-        scaled = outputs * scale.to(outputs.device, non_blocking=True)
+        if scale.device != outputs.device:
+            scale = scale.to(device=outputs.device, non_blocking=True)
+        scaled = outputs * scale
         for hook in self._hooks.loss_scaled:
             hook(outputs, scaled)
         return scaled
