@@ -69,21 +69,30 @@ def test_gradients_that_move_no_weight_are_stuck_at_the_highest_scale(policy, cl
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("managed", [True, False])
 def test_zeros_are_found_under_torchs_rule(visible, fused, managed, monkeypatch):
-    """Nothing else measures the gradients: one step in 64 does, and after zeros all."""
+    """Nothing else measures the gradients: few steps do, and after zeros all."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda _: False)
     alarms = []
     scaler = GradScaler("cpu", on_stuck=alarms.append, patience=20, managed=managed)
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.0, fused=fused)
-    for step in range(300):
+    for step in range(600):
         optimizer.zero_grad()
-        # Zero at single steps among those that are looked at, and from step 180 on.
-        scaler.scale(weight.sum() * float(step % 64 != 63 and step < 180)).backward()
+        # Zero at single steps among those that are looked at, and from step 480 on.
+        zero = step in {15, 31, 63, 127, 255} or step >= 480
+        scaler.scale(weight.sum() * float(not zero)).backward()
         scaler.step(optimizer)
         scaler.update()
-        if step == 180:
+        if step == 511:
             assert alarms == []
+    assert [stuck.zeros for stuck in alarms] == [20]
+
+
+@pytest.mark.parametrize("start", [0, 20])
+def test_zeros_from_the_start_are_found_early(start):
+    alarms = []
+    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=20)
+    train(scaler, [1.0] * start + [0.0] * 60)
     assert [stuck.zeros for stuck in alarms] == [20]
 
 

@@ -45,7 +45,7 @@ from buoy.torch.scale import Scale
 
 __all__ = ["Surveyor"]
 
-_SELDOM = 64  # steps between two looks for gradients that are all zero
+_SELDOM = 256  # steps between two looks for gradients that are all zero
 
 
 @dataclass
@@ -105,11 +105,13 @@ class Surveyor:
             hook(work)
 
     def is_sampled(self) -> bool:
-        """Return whether to look for zeros: rarely, and after they were found.
+        """Return whether to look for zeros: 16, 32, 64, ... steps, then every 256.
 
-        A rank alone cannot: its part of the gradients may be zero.
+        After zeros, at every step.  A rank alone cannot: its part may be zero.
         """
-        due = self.watch.found_zeros or self.rule.turn % _SELDOM == _SELDOM - 1
+        steps = self.rule.turn + 1
+        due = self.watch.found_zeros or steps % _SELDOM == 0
+        due = due or (steps & (steps - 1) == 0 and steps > 8)
         return due and not self.agreement.active
 
     def _due(self) -> Collection[str]:
