@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_constant_schedule
 
 from buoy.integrations import transformers as ours
+from buoy.torch import OptionError
 
 START = {"init_scale": 2.0**10, "growth_interval": 3}
 
@@ -90,6 +91,38 @@ def test_what_each_counter_counts(tmp_path):
     assert [one["step"] for one in logs] == [3, 6, 9, 12]
     saved = sorted(int(one.name.split("-")[1]) for one in tmp_path.glob("checkpoint-*"))
     assert saved == [4, 8, 12]
+
+
+def test_global_step_can_count_applied_steps(tmp_path):
+    """Each multiple is logged and saved once; none is at a skipped step."""
+    net = Net()
+    often = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 3}
+    optimizer = adamw(net)
+    parts = optimizer, decay(optimizer)
+    trainer = trainer_of(net, tmp_path, optimizers=parts, **often)
+    ours.use(trainer, count="applied", **START)
+    trainer.train()
+    state = trainer.state
+    assert state.global_step == trainer.lr_scheduler.last_epoch == len(GOOD)
+    assert distance(net, reference()[0]) == 0.0
+    logs = [one["step"] for one in state.log_history if "loss" in one]
+    assert logs == list(range(3, len(GOOD) + 1, 3))
+    saved = sorted(int(one.name.split("-")[1]) for one in tmp_path.glob("checkpoint-*"))
+    assert [one for one in saved if one % 4 == 0] == [4, 8][: len(GOOD) // 4]
+
+
+def test_a_run_that_skips_every_step_ends_though_applied_steps_count(tmp_path):
+    trainer = trainer_of(Net(), tmp_path, max_steps=5)
+    trainer.train_dataset = [one for one in samples() if one["bad"]] * 20
+    ours.use(trainer, count="applied", on_stuck=print, patience=3, **START)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert trainer.lr_scheduler.last_epoch == 0
+
+
+def test_another_count_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="'applied' or 'attempted'"):
+        ours.use(trainer_of(Net(), tmp_path), count="all")
 
 
 def test_max_steps_is_reached_though_every_step_is_skipped(tmp_path):
