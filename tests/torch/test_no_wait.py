@@ -256,12 +256,17 @@ def test_the_last_step_waits_only_when_read():
     assert isinstance(last.found, torch.Tensor)
 
 
-def test_stuck_is_heard_late_but_heard():
-    """On a device that is never asked the alarm comes with the mail."""
-    model = net()
+def alarmed():
+    """Make a model, a fused optimizer, a scaler, and the list of its alarms."""
+    model, alarms = net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    alarms = []
     scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4)
+    return model, optimizer, scaler, alarms
+
+
+def test_a_device_reports_late_that_training_is_stuck():
+    """With the next rows that are copied to the host."""
+    model, optimizer, scaler, alarms = alarmed()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
         train(scaler, model, optimizer, ["inf"] * 12)
@@ -273,10 +278,7 @@ def test_stuck_is_heard_late_but_heard():
 @pytest.mark.parametrize("last", ["inf", "ok"])
 def test_a_late_alarm_names_gradients_of_a_skipped_step_only(last):
     """If the last step was applied, its gradients are not those that overflowed."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    alarms = []
-    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4)
+    model, optimizer, scaler, alarms = alarmed()
     four = ["ok", "inf", "inf", "inf"] if last == "inf" else ["inf", "inf", "inf", "ok"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
@@ -289,10 +291,7 @@ def test_a_late_alarm_names_gradients_of_a_skipped_step_only(last):
 
 def test_a_late_alarm_about_losses_examines_no_gradients():
     """A loss that is not finite is the cause; every gradient only follows from it."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    alarms = []
-    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4)
+    model, optimizer, scaler, alarms = alarmed()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
         for step in range(4):
