@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from buoy._backends import torch as backend
-from buoy.torch import GradScaler, RankMismatchError
+from buoy.torch import GradScaler, OptionError, RankMismatchError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
@@ -225,6 +225,22 @@ def other_half() -> Any:
     return [one_step(scaler, model, optimizer, bad) for _ in range(2)]
 
 
+def destroyed(option: str) -> str:
+    """Destroy the process group that a scaler was given; give the error of a clip."""
+    group = dist.new_group()
+    model = layer()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", 64.0, **{option: group})
+    dist.destroy_process_group(group)
+    del group
+    try:
+        scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
 # -- how it is sent -------------------------------------------------------------------
 
 
@@ -386,6 +402,10 @@ def norm_by_place(kind: str) -> Any:
         own.grad = torch.ones(4)
         held = [tied, own] if rank == 0 else [own, tied]
         group = {own: group}.get
+    elif kind == "one stage":  # of a script that always passes the group of its stages
+        held = [nn.Parameter(torch.randn(4))]
+        held[0].grad = torch.ones(4)
+        group, _ = dist.new_subgroups(1)
     else:
         held = [nn.Parameter(torch.randn(4))]
         held[0].grad = torch.full((4,), 1.0 + rank // 2)

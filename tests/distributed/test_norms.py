@@ -45,10 +45,11 @@ def test_squares_that_overflow_are_not_an_overflow(name, crew_of):
         ("zeros", 2, math.sqrt(4 * 1.0 + 4 * 4.0)),
         ("tied", 2, math.sqrt(14.0 + 2 * 4)),
         ("replicated stages", 4, math.sqrt(4 * 1.0 + 4 * 4.0)),
+        ("one stage", 2, 2.0),
     ],
 )
 def test_plain_parameters_are_told_apart(kind, size, expected, crew_of):
-    """Stages that look alike, weights that two stages share, replicas of stages."""
+    """Stages that look alike, weights that two stages share, replicas, one stage."""
     for norm in crew_of(size).run(tasks.norm_by_place, kind):
         assert expected == pytest.approx(norm, rel=1e-6)
 

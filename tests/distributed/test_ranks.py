@@ -213,6 +213,14 @@ def test_a_group_must_be_one():
         GradScaler("cpu", norm_group=-100)
 
 
+@pytest.mark.parametrize("option", ["process_group", "norm_group"])
+def test_a_group_that_was_destroyed_is_an_error(option, crew_of):
+    """The scaler does not keep it alive, and says what to do."""
+    for message in crew_of(2).run(tasks.destroyed, option):
+        assert "has been destroyed" in message
+        assert "Create a new scaler" in message
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_looking_does_not_wait_for_the_others(fused, crew_of):
     """Ranks exchange their findings where the step is, not in `unscale_`."""

@@ -146,13 +146,17 @@ def test_a_wrapped_fused_optimizer_skips(wrapper):
     assert steps == [optimizer.state[p]["step"].item() for p in model.parameters()]
 
 
-def test_gradients_are_unscaled_if_one_of_several_inside_would_not_do_it():
-    """Then none of them gets a scale to divide by."""
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_are_unscaled_if_one_of_several_inside_would_not_do_it(clip):
+    """Then none of them gets a scale to divide by; clipping unscales at once."""
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = Several(torch.optim.SGD(params, lr=0.01))
     optimizer.optimizers[1] = torch.optim.SGD(params[2:], lr=0.01, fused=False)
     scaler = GradScaler("cpu", init_scale=2.0**12)
     scaler.scale(sum(param.sum() for param in params)).backward()
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1e9)
+        assert all(torch.equal(param.grad, torch.ones(2)) for param in params)
     scaler.step(optimizer)
     for param in params:
         torch.testing.assert_close(param.detach(), torch.full((2,), 0.99))
