@@ -25,6 +25,17 @@ def scaled_gradients(model, scale):
     (loss_of(model, 0) * scale).backward()
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0])
+def test_the_norm_is_that_of_torch_to_the_last_bit(order):
+    """With a scale that is a power of two, which rounds nothing."""
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale((weight * values).sum()).backward()
+    norm = scaler.clip_grad_norm_(torch.optim.SGD([weight], lr=0.1), 1.0, order)
+    assert torch.equal(norm, torch.nn.utils.get_total_norm([values], order))
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused sgd", "fused adamw"])
 @pytest.mark.parametrize("order", [2.0, math.inf, 1.0, 3.0])
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])

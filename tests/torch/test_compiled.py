@@ -163,6 +163,22 @@ def test_plain_sgd_needs_no_step_before_it_is_compiled():
     assert scaler.state_dict()["_growth_tracker"] == 1
 
 
+def test_a_policy_follows_a_scale_that_was_written_before_a_compiled_step():
+    """The tensor's scale is the one that the loss has: the next is half of it."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", policy="backoff", sync="never")
+    train(scaler, model, optimizer, ["ok"])
+    forward, finish = compiled(scaler, model, optimizer, clip=False)
+    scaler._scale.fill_(64.0)
+    optimizer.zero_grad()
+    forward(*batch(0)).backward()
+    spoil(model, "inf")
+    finish()
+    assert (scaler.last_step.scale, scaler.get_scale()) == (64.0, 32.0)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 def test_what_cannot_be_traced_is_refused_with_the_cure(kind):
     """State that does not exist yet, and kernels that torch does not trace."""

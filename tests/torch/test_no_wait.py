@@ -224,8 +224,9 @@ def test_never_syncing_refuses_what_it_cannot_undo():
 
         def step(self, closure=None):
             """Keep something nobody knows of."""
+            called.append(self)
 
-    model = net()
+    model, called = net(), []
     for optimizer, word in (
         (Own(model.parameters()), "Own"),
         (
@@ -238,6 +239,7 @@ def test_never_syncing_refuses_what_it_cannot_undo():
         with pytest.raises(DeviceModeError, match=word):
             scaler.step(optimizer)
         assert all(map(torch.equal, model.parameters(), net().parameters()))
+    assert called == []
 
 
 def test_the_last_step_waits_only_when_read():
@@ -330,8 +332,10 @@ def test_a_policy_object_is_taken_as_it_is():
     """`scaler.policy` is what was given, or torch's rule written as a policy."""
     given = buoy.Backoff(init_scale=8.0)
     assert GradScaler("cpu", policy=given).policy is given
-    own = GradScaler("cpu", init_scale=8.0, growth_interval=7).policy
-    assert (own.init_scale, own.growth_interval, own.min_scale) == (8.0, 7, 2.0**-24)
+    for interval in (1, 7):
+        own = GradScaler("cpu", init_scale=8.0, growth_interval=interval).policy
+        assert (own.init_scale, own.growth_interval) == (8.0, interval)
+        assert own.min_scale == 2.0**-24
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -351,6 +355,23 @@ def test_hooks_never_see_a_weight_that_will_be_put_back_as_non_finite(bad):
         scaler.update()
     assert average.isfinite().all()
     assert scaler.last_step.applied
+
+
+def test_a_step_that_is_undone_has_gradients_of_zero():
+    """Hooks of plain SGD see the old weights; `.grad` is what it was afterwards."""
+    weight, idle = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight, idle], lr=0.1)
+    seen = []
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append((weight.grad.tolist(), weight.tolist()))
+    )
+    scaler = GradScaler("cpu", init_scale=1.0, sync="never")
+    scaler.scale(weight.sum()).backward()
+    weight.grad[0] = float("inf")
+    scaler.step(optimizer)
+    assert seen == [([0.0, 0.0], [1.0, 1.0])]
+    assert weight.grad.tolist() == [float("inf"), 1.0]
+    assert idle.grad is None
 
 
 @pytest.mark.parametrize("bad", [False, True])

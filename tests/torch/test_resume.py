@@ -117,6 +117,51 @@ def test_torchs_scaler_loads_ours_and_ours_torchs(policy):
         assert other._scale.item() == 64.0
 
 
+def test_a_scale_that_was_written_before_is_replaced():
+    """Even by the scale that the policy has had all along."""
+    scaler = GradScaler("cpu", policy=buoy.Backoff(init_scale=64.0))
+    scaler.scale(torch.ones((), requires_grad=True))
+    saved = scaler.state_dict()
+    scaler._scale.fill_(8.0)
+    scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 64.0
+
+
+def test_the_first_loss_after_loading_is_foreseen():
+    """Also where the loss of an iteration that is given up was."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", policy="headroom")
+    for _ in range(20):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    usual, saved = scaler.get_scale(), scaler.state_dict()
+    for loaded in (scaler, GradScaler("cpu", policy="headroom")):
+        loaded.scale(weight.sum())
+        loaded.load_state_dict(saved)
+        loaded.scale(weight.sum() * 2.0**10)
+        assert loaded.get_scale() == usual * 2.0**-10
+
+
+def test_a_state_may_lack_what_its_policy_does_not_count():
+    """No turn is the first turn; a policy without a count of clean steps has none."""
+    state = GradScaler("cpu", policy="lognormal").state_dict()
+    assert state["_growth_tracker"] == 0
+    del state["buoy"]["turn"]
+    scaler = GradScaler("cpu", policy="lognormal")
+    scaler.load_state_dict(state)
+    assert scaler.state_dict()["buoy"]["turn"] == 0
+
+
+def test_a_scale_below_one_is_loaded():
+    """It is within torch's bounds, so there is no warning."""
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(GradScaler("cpu", init_scale=0.25).state_dict())
+    assert scaler.get_scale() == 0.25
+
+
 def test_another_policys_state_gives_its_scale_and_says_so():
     """Changing the policy between runs is allowed, and not silent."""
     source = GradScaler("cpu", policy=buoy.Static(init_scale=32.0))
