@@ -245,7 +245,7 @@ def test_a_tree_without_leaves_is_a_step():
 def test_every_kind_of_float_is_unscaled():
     """Complex, FP16, BF16 and empty leaves; FP16 comes out as float32."""
     params = {
-        "complex": jnp.ones(2, jnp.complex64),
+        "complex": jnp.full(2, 1 + 2j, jnp.complex64),
         "half": jnp.ones(2, jnp.float16),
         "brain": jnp.ones(2, jnp.bfloat16),
         "empty": jnp.ones((0, 3)),
@@ -258,7 +258,19 @@ def test_every_kind_of_float_is_unscaled():
     assert applied_of(state)
     assert jnp.float32 == updates["half"].dtype
     assert jnp.bfloat16 == updates["brain"].dtype
-    assert [-1, -1] == updates["complex"].tolist() == updates["half"].tolist()
+    assert [-1, -1] == updates["half"].tolist() == updates["brain"].tolist()
+    assert [-1 - 2j] * 2 == updates["complex"].tolist()
+
+
+def test_bf16_gradients_are_clipped_in_float32():
+    """A clip factor in BF16 would have an error of up to 1/512 of its own."""
+    tx = loss_scaled(optax.sgd(1.0), buoy.Static(init_scale=4.0), max_norm=1.0)
+    grads = jnp.arange(1, 33, dtype=jnp.bfloat16)
+    updates, _ = tx.update(4 * grads, tx.init(grads), grads)
+
+    wide = grads.astype(jnp.float32)
+    clipped = (wide / jnp.linalg.norm(wide)).astype(jnp.bfloat16)
+    assert (-clipped).tolist() == updates.tolist()
 
 
 def test_inner_state_of_half_parameters_is_float32():
