@@ -180,8 +180,11 @@ class TorchContract(TorchGradScaler):
         if self._iteration.scalings > 1:  # the backward pass of one may come later
             work.freshness.expect_backward()
 
-    def _unscale(self, work: Work, now: Now) -> None:
+    def _unscale(self, work: Work, now: Now, *, in_step: bool = False) -> None:
         """Apply the pending multiplier, or check and unscale in one pass."""
+        if in_step and is_foreign(self.unscale_):  # a subclass unscales in its own way
+            self.unscale_(work.optimizer)
+            return
         if work.multiplier is not None:
             self._surveyor.write(work)
             return
@@ -253,7 +256,7 @@ class TorchContract(TorchGradScaler):
             result = self._step_with_found_inf(work, now, args, kwargs)
         else:
             if work["stage"] is OptState.READY:
-                self._unscale_in_step(work, now)
+                self._unscale(work, now, in_step=True)
             self._surveyor.settle(work)
             if not work["found_inf_per_device"]:
                 raise self._no_gradients(work)
@@ -266,12 +269,6 @@ class TorchContract(TorchGradScaler):
         elsewhere = self._agreement.active or self._iteration.compiled_losses
         if self._iteration.scaled and not (work.combined or elsewhere):
             raise errors.scaled_before_update()
-
-    def _unscale_in_step(self, work: Work, now: Now) -> None:
-        if is_foreign(self.unscale_):
-            self.unscale_(work.optimizer)
-        else:
-            self._unscale(work, now)
 
     def _maybe_opt_step(
         self,
@@ -304,7 +301,7 @@ class TorchContract(TorchGradScaler):
         whom, sure = optimizers.recipients(optimizer)
         if work["stage"] is OptState.READY:
             if not sure:
-                self._unscale_in_step(work, now)
+                self._unscale(work, now, in_step=True)
             elif work.multiplier is None and work.survey is None:
                 self._check_inf_per_device(optimizer)
         survey.settle(work)

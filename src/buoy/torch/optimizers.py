@@ -47,9 +47,8 @@ def takes_scaling(optimizer: Any) -> bool:
     """Return whether an optimizer takes `found_inf`, itself or one that it wraps."""
     if not getattr(optimizer, _DECLARED, False) or _begins_dampened(optimizer):
         return False
-    if type(optimizer) in _PLAIN or takes_scaler(optimizer):
-        return True
-    return bool(recipients(optimizer).found)
+    plain = type(optimizer) in _PLAIN
+    return plain or takes_scaler(optimizer) or bool(recipients(optimizer).found)
 
 
 def recipients(optimizer: Any) -> Recipients:
@@ -99,6 +98,8 @@ _TAKES_SCALER: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 def takes_scaler(optimizer: Any) -> bool:
     """Return whether an optimizer's `step` has an argument `grad_scaler`."""
+    if type(optimizer) in _PLAIN:
+        return False
     step = optimizer.step
     step = getattr(step, "__func__", step)
     try:

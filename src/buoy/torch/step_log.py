@@ -132,12 +132,11 @@ class StepLog:
                 self.history.append(_largest_loss(ended))
             losses.clear()
 
-    def _note(self, ended: Ended, stepped: list[LastStep], *, finite: bool) -> None:
+    def _note(self, ended: Ended, steps: list[LastStep], *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
         before, after = ended.scales
-        skipped = (one for one in stepped if one._applied is False)
-        bad = None if finite else next(skipped, None)
-        if finite or (bad is None and stepped):
+        bad = None if finite else next((x for x in steps if x._applied is False), None)
+        if finite or (bad is None and steps):
             one = ended.works[0] if len(ended.works) == 1 else None
             norm, amax = (one.norm, one.amax) if one else _sizes(ended)
             scale: Any = after

@@ -90,12 +90,8 @@ _numel = torch.Tensor.numel
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters of all parameter groups of an optimizer."""
-    return [param for group in _groups_of(optimizer) for param in group["params"]]
-
-
-def _groups_of(optimizer: Any) -> Any:
     try:
-        return optimizer.param_groups
+        groups = optimizer.param_groups
     except AttributeError:
         message = (
             f"'{type(optimizer).__name__}' object has no attribute 'param_groups': it "
@@ -103,39 +99,46 @@ def _groups_of(optimizer: Any) -> Any:
             "torch.optim.Optimizer itself, or a wrapper that has its `param_groups`."
         )
         raise OptionError(message) from None
+    found: list[torch.Tensor] = []
+    for group in groups:
+        found += group["params"]
+    return found
 
 
 def gather(optimizer: Any) -> Gathered:
     """Collect the gradients of all parameter groups, sorted by device and dtype."""
-    params: list[Any] = []
-    held: list[Any] = []
-    plain, on_cpu, home = True, True, None
-    for group in _groups_of(optimizer):
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            if home is None:
-                home, on_cpu = grad.device, grad.is_cpu
-            if (
-                grad.dtype is not _FLOAT
-                or grad.layout is not _STRIDED
-                or not (grad.is_cpu if on_cpu else grad.device == home)
-            ):
-                plain = False
-            params.append(param)
-            held.append(grad)
+    params: list[Any] = parameters_of(optimizer)
+    held: list[Any] = [param.grad for param in params]
+    plain = _are_plain(held)
+    if not plain and any(grad is None for grad in held):
+        params = [param for param in params if param.grad is not None]
+        held = [param.grad for param in params]
+        plain = _are_plain(held)
     grads = held
     if _DISTRIBUTED and dist.is_initialized():
         grads = [_local_part(param) for param in params]  # replaces partial gradients
         held = [param.grad for param in params]
-    if plain and home is not None:
-        return Gathered(params, held, grads, [Bucket(home, _FLOAT, grads)], plain=True)
+    if plain:
+        buckets = [Bucket(held[0].device, _FLOAT, grads)]
+        return Gathered(params, held, grads, buckets, plain=True)
     grads = list(grads)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad.dtype not in _DENSE_TYPES or grad.layout is not _STRIDED:
             grads[i] = _real_and_dense(param, grad)
     return _sorted(params, grads)
+
+
+def _are_plain(grads: list[Any]) -> bool:
+    """Return whether all are there, and dense float32 on one device."""
+    if not grads or grads[0] is None:
+        return False
+    home, on_cpu = grads[0].device, grads[0].is_cpu
+    for grad in grads:
+        if grad is None or grad.dtype is not _FLOAT or grad.layout is not _STRIDED:
+            return False
+        if not (grad.is_cpu if on_cpu else grad.device == home):
+            return False
+    return True
 
 
 def _local_part(param: Any) -> torch.Tensor:
@@ -251,6 +254,8 @@ def take_survey(
 
 def _check(gathered: Gathered, inverse: torch.Tensor, *, safe: bool) -> torch.Tensor:
     """Check without writing.  float32 []."""
+    if gathered.plain and safe and gathered.grads[0].is_cpu and inverse.is_cpu:
+        return _check_on_cpu(gathered.buckets[0])
     flags = []
     for bucket in gathered.buckets:
         if bucket.device.type == "cpu" and (safe or not _exceeds_one(inverse)):

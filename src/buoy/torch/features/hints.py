@@ -204,7 +204,8 @@ def _refuse_steps_in_backward(
     # Sharded parameters are gathered and freed in the backward pass, and comparing
     # waits for the device.
     may_read = scaler._options.sync != "never" or all(p.is_cpu for p in hooked)
-    if not hooked or _in_ranks() or not may_read:
+    ranks = dist.is_available() and dist.is_initialized()
+    if not hooked or ranks or not may_read:
         return
 
     def begin(_: torch.Tensor) -> None:
@@ -213,10 +214,6 @@ def _refuse_steps_in_backward(
         engine.queue_callback(partial(_refuse_changed, held, names))
 
     scaled.register_hook(begin)  # type: ignore[no-untyped-call]
-
-
-def _in_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -182,7 +182,7 @@ class Joint(Extension):
         """Skip after an earlier failure; copy the optimizer's weights and state."""
         if work["stage"] is OptState.READY:
             if is_foreign(scaler._unscale_grads_) or not unscales(work.optimizer):
-                scaler._unscale_in_step(work, scaler._rule.now())
+                scaler._unscale(work, scaler._rule.now(), in_step=True)
             elif work.multiplier is None and work.survey is None:
                 scaler._check_inf_per_device(work.optimizer)
         scaler._surveyor.settle(work)
