@@ -45,6 +45,16 @@ def test_it_beats_torch_on_recorded_gradients(loss):
     assert last.runs == last.runs_within_a_tenth
 
 
+def test_with_clipping_it_needs_the_largest_gradient_in_every_fifth_step_only():
+    """The norm shows the rest: no more is lost than if every step were measured."""
+    skips, weights, activations = grid(Headroom(), ALL, "blind").mean((0, 1))
+    clipped = grid(Headroom(), ALL, "blind", clips=True).mean((0, 1))
+
+    assert clipped[0] <= 1.02 * skips
+    assert clipped[1] <= 1.02 * weights
+    assert clipped[2] <= 1.02 * activations
+
+
 def lead(policy, sizes, losses=None, state=None):
     """Lead a policy over unscaled sizes in log2; give scales, skips and the state."""
     state = state or policy.init()
@@ -120,6 +130,48 @@ def test_a_burst_of_nan_teaches_no_more_than_one(length):
 
     assert 0 == skipped
     assert before[-1] - 6 <= after[-1] <= before[-1]
+
+
+def clipped(policy, steps):
+    """Lead a policy over (amax or None, norm), unscaled in log2; return the states."""
+    state, states = policy.init(), []
+    for amax, norm in steps:
+        k = math.log2(state.scale)
+        size = None if amax is None else amax + k
+        state = policy.update(state, Seen(True, size, norm_log2=norm + k))
+        states.append(state)
+    return states
+
+
+def test_a_norm_shows_the_largest_gradient_between_two_measurements():
+    """It is as far below the norm as it was when it was measured last."""
+    policy = Headroom()
+    known = [(level, level + 9.5) for level in (-3.0, -3.0, 2.0, 2.0, 1.0)]
+    inferred = [known[0], *((None, norm) for _, norm in known[1:])]
+
+    assert clipped(policy, known) == clipped(policy, inferred)
+
+
+def test_a_distance_from_the_norm_falls_at_once_and_rises_slowly():
+    """A gradient that is assumed too large costs less than an overflow."""
+    near, far = (-3.0, 1.0), (-3.0, 7.0)
+    first, fallen, risen, later = clipped(Headroom(), [far, near, far, far])
+
+    assert first.spread == 10 * 1024
+    assert fallen.spread == 4 * 1024
+    assert risen.spread == 7 * 1024
+    assert later.spread == 8.5 * 1024
+
+
+def test_a_norm_without_any_measurement_is_taken_for_the_largest_gradient():
+    """It cannot be smaller; and a norm of 0 says that all gradients are."""
+    policy = Headroom()
+    (alone,) = clipped(policy, [(None, -3.0)])
+    (measured,) = clipped(policy, [(-3.0, -3.0)])
+    zeros = clipped(policy, [(None, -math.inf)] * 2)
+
+    assert alone.scale == measured.scale
+    assert [state.scale for state in zeros] == [2.0**16, 2.0**24]
 
 
 def test_without_amax_it_still_grows_and_shrinks():

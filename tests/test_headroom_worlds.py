@@ -237,12 +237,18 @@ def test_a_loss_that_was_ignored_is_believed_again_once_it_is_right(monkeypatch)
     assert 1 < len(live(world, spread=40.0).skips)
 
 
-NEW = {"doubts", "since"}
+NEW = {"doubts", "since", "spread"}
 CEILING = NEW | {"ceiling", "patience", "waited", "hold", "mark"}
 
 
 @pytest.mark.parametrize(
-    ("gone", "new"), [(CEILING, {"clean": 7.0}), (NEW | {"mark"}, {}), (NEW, {})]
+    ("gone", "new"),
+    [
+        (CEILING, {"clean": 7.0}),
+        (NEW | {"mark"}, {}),
+        (NEW, {}),
+        ({"spread"}, {}),
+    ],
 )
 def test_a_state_of_an_earlier_rule_is_upgraded(gone, new):
     """Fields that it had stay; the others start as at the start of a run."""

@@ -17,6 +17,7 @@ from buoy._core.step import (
     bounded_norm,
     clip_factor,
     decide,
+    schedule,
 )
 from buoy.testing import check_policy
 
@@ -40,12 +41,27 @@ def test_small_gradients_are_counted_every_sixteenth_step():
     assert math.log2(SMALL) == SMALL_LOG2 == -20.0
 
 
+def test_with_a_norm_the_largest_gradient_is_measured_every_fifth_step():
+    """And in the first 16; only for a policy that reads the norm, and only with one."""
+    every = {"amax_log2", "norm_log2", "underflow", "loss"}
+    beside = schedule(frozenset(every), clips=True)["amax_log2"]
+    alone = schedule(frozenset({"amax_log2"}), clips=True)
+
+    assert [n for n in range(37) if beside.due(n)] == [*range(16), 20, 25, 30, 35]
+    assert alone == {"amax_log2": MEASUREMENTS["amax_log2"]}
+    assert "norm_log2" not in schedule(frozenset(every), clips=False)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_schedule_runs_on_traced_integers(backend):
     """A count that lives on a device asks the same question."""
     turns = [number_of(backend, turn) for turn in range(9)]
-    for every, phase, expected in ((4, 3, [3, 7]), (2, 1, [1, 3, 5, 7])):
-        due = Measurement("any", every=every, phase=phase).due
+    for every, phase, first, expected in (
+        (4, 3, 0, [3, 7]),
+        (2, 1, 0, [1, 3, 5, 7]),
+        (4, 0, 3, [0, 1, 2, 4, 8]),
+    ):
+        due = Measurement("any", every=every, phase=phase, first=first).due
         assert [turn for turn in range(9) if due(turns[turn])] == expected
 
 

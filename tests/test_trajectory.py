@@ -3,6 +3,7 @@
 A history is what happened at each step: unscaled gradients and the loss.  A front end
 is one function, `run(history, policy)`, which returns the scale that each step used and
 whether it was applied.  To add one, write its function and put it into `FRONT_ENDS`.
+Those that clip take `clips=True`.
 """
 
 import math
@@ -15,7 +16,7 @@ import pytest
 
 import buoy
 from buoy._core.ops import PLAIN
-from buoy._core.step import MEASUREMENTS, SMALL, Measurement, decide
+from buoy._core.step import MEASUREMENTS, SMALL, Measurement, decide, schedule
 
 LARGEST, SMALLEST = 65504.0, 2.0**-25  # FP16's range; what is below rounds to zero
 SPREAD = (0, 3, 9, 14, 18, 21, 24, 28)  # binades below the largest gradient
@@ -63,6 +64,14 @@ def history(steps: int = 320, seed: int = 6) -> tuple[Event, ...]:
     return tuple(made)
 
 
+def uneven() -> list[Event]:
+    """Return a history whose largest gradients differ in their distance to the norm."""
+    return [
+        event._replace(grads=(event.grads[0] / 2 ** (7 * step % 4), *event.grads[1:]))
+        for step, event in enumerate(history())
+    ]
+
+
 def in_range(scaled: float) -> float:
     """Give a number as a format of FP16's range, and of any precision, holds it."""
     if math.isnan(scaled) or abs(scaled) > LARGEST:
@@ -70,24 +79,25 @@ def in_range(scaled: float) -> float:
     return scaled if abs(scaled) >= SMALLEST else 0.0
 
 
-def run_plain(events: History, policy: Any) -> Ran:
+def run_plain(events: History, policy: Any, *, clips: bool = False) -> Ran:
     """Run the core's own step on Python numbers: what all others must do."""
     state, ran = policy.init(), []
+    wanted = schedule(policy.wants, clips=clips)
     for turn, event in enumerate(events):
         if "loss" in policy.wants:
             state = policy.foresee(state, event.loss, ops=PLAIN)
         grads = [in_range(grad * state.scale) for grad in event.grads]
+        there = [abs(grad) for grad in grads if grad]
+        small = sum(size < SMALL for size in there)
+        sizes = {
+            "amax_log2": PLAIN.log2(Event(tuple(grads), 0.0).amax),
+            "norm_log2": PLAIN.log2(math.hypot(*grads)),
+            "underflow": small / len(there) if there else math.nan,
+        }
         seen = buoy.Seen(
             finite=all(map(math.isfinite, grads)),
-            amax_log2=PLAIN.log2(Event(tuple(grads), 0.0).amax),
-            underflow=None,
+            **{name: sizes[name] for name, one in wanted.items() if one.due(turn)},
         )
-        if MEASUREMENTS["underflow"].due(turn):
-            there = [abs(grad) for grad in grads if grad]
-            small = sum(size < SMALL for size in there)
-            seen = buoy.Seen(
-                seen.finite, seen.amax_log2, small / len(there) if there else math.nan
-            )
         decided = decide(policy, state, seen, inverse=1.0 / state.scale, ops=PLAIN)
         ran.append((state.scale, decided.applied))
         state = decided.state
@@ -121,17 +131,17 @@ def _binades(event: Event) -> tuple[int, list[int]]:
     return low, [exponents.count(binade) for binade in range(low, high + 1)]
 
 
-def run_jax(events: History, policy: Any) -> Ran:
+def run_jax(events: History, policy: Any, *, clips: bool = False) -> Ran:
     """Run `loss_scaled` under jit, with x64 only where the policy asks for it."""
     jax = pytest.importorskip("jax")
     try:
-        return _run_jax(events, policy)
+        return _run_jax(events, policy, clips=clips)
     except buoy.PolicyError:
         with jax.enable_x64(True):
-            return _run_jax(events, policy)
+            return _run_jax(events, policy, clips=clips)
 
 
-def _run_jax(events: History, policy: Any) -> Ran:
+def _run_jax(events: History, policy: Any, *, clips: bool) -> Ran:
     import jax
     import jax.numpy as jnp
     import optax
@@ -149,7 +159,8 @@ def _run_jax(events: History, policy: Any) -> Ran:
         return jnp.where(jnp.abs(scaled) > LARGEST, jnp.inf, scaled), None
 
     carries.defvjp(lambda weights, grads: (carries(weights, grads), grads), backward)
-    tx = loss_scaled(optax.sgd(0.0), policy, history=len(events))
+    limit = 1.0 if clips else None
+    tx = loss_scaled(optax.sgd(0.0), policy, history=len(events), max_norm=limit)
     weights = jnp.zeros(len(SPREAD), jnp.float32)
 
     def step(state, event):
@@ -188,6 +199,7 @@ def run_torch(
     *,
     fused: bool = False,
     compiled: bool = False,
+    clips: bool = False,
     **options: Any,
 ) -> Ran:
     """Run `GradScaler`, with gradients that leave a backward pass in FP16's range."""
@@ -217,6 +229,8 @@ def run_torch(
         return scaler.scale(loss + Carries.apply(weights, grads))
 
     def finish() -> None:
+        if clips:
+            scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
 
@@ -285,6 +299,18 @@ def test_one_history_makes_one_trajectory(front_end, name):
         assert [s for s, _ in got] == pytest.approx([s for s, _ in want], rel=1e-4)
     else:
         assert [scale for scale, _ in got] == [scale for scale, _ in want]
+
+
+@pytest.mark.parametrize("name", ["headroom", "backoff", "static"])
+@pytest.mark.parametrize("front_end", marked([n for n in FRONT_ENDS if n != "replay"]))
+def test_one_history_makes_one_trajectory_with_clipping(front_end, name):
+    """Then Headroom infers most of the largest gradients from the norm."""
+    policy, events = POLICIES[name], uneven()
+    want = run_plain(events, policy, clips=True)
+
+    assert FRONT_ENDS[front_end](events, policy, clips=True) == want
+    differs = want != run_plain(events, policy)
+    assert differs == (name == "headroom")
 
 
 @pytest.mark.parametrize(

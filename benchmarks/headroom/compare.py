@@ -46,6 +46,7 @@ class Recorded:
     """One recorded training."""
 
     amax: np.ndarray
+    norm: np.ndarray
     loss: np.ndarray
     weights: Shares
     activations: Shares
@@ -57,6 +58,7 @@ def load(name: str) -> Recorded:
     raw = json.loads(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()))
     return Recorded(
         np.array(raw["amax_log2"]) / 64,
+        np.array(raw["norm_log2"]) / 64,
         np.array(raw["loss_log2"]) / 64,
         Shares(raw["weights"], raw["block"]),
         Shares(raw["activations"], raw["block"]),

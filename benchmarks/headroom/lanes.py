@@ -14,7 +14,7 @@ import buoy
 from benchmarks.headroom.compare import LIMIT, SMALL, ZERO, Shares, load
 from benchmarks.headroom.regimes import REGIMES, shifts
 from buoy._core.state import map_state
-from buoy._core.step import MEASUREMENTS
+from buoy._core.step import schedule
 
 
 class Arrays:
@@ -83,21 +83,21 @@ class Runs:
         self.trace = np.repeat(np.arange(len(names)), len(regimes))
         self.length = np.repeat([len(trace.amax) for trace in traces], len(regimes))
         size = (self.length.max(), len(self.trace))
-        self.shift, self.sizes, self.losses = np.zeros((3, *size))
+        self.shift, self.sizes, self.norms, self.losses = np.zeros((4, *size))
         for lane in range(size[1]):
             which, regime = divmod(lane, len(regimes))
             n = self.length[lane]
             shift = shifts(regimes[regime], names[which], n)
             self.shift[:n, lane] = shift
             self.sizes[:n, lane] = traces[which].amax + shift
+            self.norms[:n, lane] = traces[which].norm + shift
             self.losses[:n, lane] = traces[which].loss
         self.weights = Tables([trace.weights for trace in traces])
         self.activations = Tables([trace.activations for trace in traces])
 
-    def grid(self, policy: Any, loss: str) -> np.ndarray:
+    def grid(self, policy: Any, loss: str, *, clips: bool = False) -> np.ndarray:
         """Return [trace, regime, (skips per 1000, % weights lost, % activations)]."""
-        wants, due = policy.wants, MEASUREMENTS["underflow"].due
-        measures = MEASUREMENTS["amax_log2"].due
+        wants, wanted = policy.wants, schedule(policy.wants, clips=clips)
         shown = self.losses + (self.shift if loss == "moves" else 0)
         state, found = started(policy, len(self.trace)), np.zeros((3, len(self.trace)))
         for step, (sizes, shift) in enumerate(zip(self.sizes, self.shift, strict=True)):
@@ -106,8 +106,9 @@ class Runs:
                 state = policy.foresee(state, np.exp2(shown[step]), ops=ARRAYS)
             k = np.log2(state.scale)
             finite, zero = sizes + k <= LIMIT, ZERO - k - shift
+            due = {name for name, one in wanted.items() if one.due(step)}
             share = None
-            if "underflow" in wants and due(step):
+            if "underflow" in due:
                 gone = self.weights.at(self.trace, step, zero)
                 small = self.weights.at(self.trace, step, zero + SMALL - ZERO)
                 share = (small - gone) / np.maximum(1 - gone, 1e-9)
@@ -117,10 +118,11 @@ class Runs:
                 self.activations.at(self.trace, step, zero),
             )
             found += np.where(live, lost, 0.0)
-            amax = None
-            if "amax_log2" in wants and measures(step):
-                amax = np.where(finite, sizes + k, math.inf)
-            seen = buoy.Seen(finite, amax, share)
+            amax, norm = (
+                np.where(finite, size[step] + k, math.inf) if name in due else None
+                for name, size in (("amax_log2", self.sizes), ("norm_log2", self.norms))
+            )
+            seen = buoy.Seen(finite, amax, share, norm)
             state = policy.update(state, seen, ops=ARRAYS)
         rates = (found / self.length * [[1000], [100], [100]]).T
         return rates.reshape(*self.shape, 3)
@@ -132,6 +134,8 @@ def runs(names: tuple[str, ...]) -> Runs:
     return Runs(names, tuple(REGIMES))
 
 
-def grid(policy: Any, names: tuple[str, ...], loss: str) -> np.ndarray:
+def grid(
+    policy: Any, names: tuple[str, ...], loss: str, *, clips: bool = False
+) -> np.ndarray:
     """Run everything: [trace, regime, (skips, weights, activations)]."""
-    return runs(names).grid(policy, loss)
+    return runs(names).grid(policy, loss, clips=clips)

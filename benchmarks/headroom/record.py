@@ -1,8 +1,8 @@
 """Record gradient traces from small FP32 trainings.
 
-Per step we keep log2 of the largest weight gradient and log2 of |loss|; per block of
-`BLOCK` steps, how many weight gradients and activation gradients (hooked module
-outputs, every `EVERY` steps) fall into each binade.
+Per step we keep log2 of the largest weight gradient, of the norm of all and of |loss|;
+per block of `BLOCK` steps, how many weight gradients and activation gradients (hooked
+module outputs, every `EVERY` steps) fall into each binade.
 
     python -m benchmarks.headroom.record [NAME ...]      writes traces/NAME.json.gz
 """
@@ -69,7 +69,7 @@ def record(name: str) -> dict[str, object]:
         for leaf in m.modules():
             if not list(leaf.children()):
                 leaf.register_forward_hook(tap)
-    amax, losses = [], []
+    amax, norms, losses = [], [], []
     for t in range(steps):
         look[:] = [t % EVERY == 0 or t % EVERY == 1, t]
         optimizer.zero_grad()
@@ -77,6 +77,7 @@ def record(name: str) -> dict[str, object]:
         loss.backward()
         grads = [p.grad for p in params if p.grad is not None]
         amax.append(log2(max(float(g.abs().max()) for g in grads)))
+        norms.append(log2(float(nn.utils.get_total_norm(grads))))
         losses.append(log2(loss.item()))
         if look[0]:
             weights.add(t, torch.cat([g.ravel() for g in grads]))
@@ -84,7 +85,8 @@ def record(name: str) -> dict[str, object]:
     rounded = lambda xs: [round(64 * x) for x in xs]  # noqa: E731
     return {
         "name": name, "steps": steps, "block": BLOCK, "unit": "1/64 binade",
-        "amax_log2": rounded(amax), "loss_log2": rounded(losses),
+        "amax_log2": rounded(amax), "norm_log2": rounded(norms),
+        "loss_log2": rounded(losses),
         "weights": pack(weights.counts), "activations": pack(acts.counts),
     }  # fmt: skip
 

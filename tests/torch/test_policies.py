@@ -314,3 +314,28 @@ def test_a_policy_that_wants_it_gets_the_share_of_small_gradients(
     assert [None] * 15 == noted[:15]
     assert float(noted[15]) == pytest.approx(1 / 3)
     assert noted[16] is None
+
+
+@pytest.mark.parametrize("clips", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("jumps", [0, 1])
+def test_headroom_follows_two_optimizers_of_which_only_some_clip(clips, jumps):
+    """At turn 21 the norm of those that clip stands for their largest gradient."""
+    params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=0.0) for param in params]
+    scaler = GradScaler("cpu", policy="headroom")
+    scales = []
+    for turn in range(24):
+        sizes = [2.0**10 if turn == 21 and i == jumps else 1.0 for i in range(2)]
+        losses = [p.sum() * size for p, size in zip(params, sizes, strict=True)]
+        scaler.scale(sum(losses)).backward()
+        for optimizer, clip in zip(optimizers, clips, strict=True):
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        scaler.update()
+
+    assert scaler.last_step.applied
+    assert scales[20] == scales[21]
+    assert scales[21] / scales[22] >= 2.0 ** (10 - 8)  # `free_margin` absorbs the rest

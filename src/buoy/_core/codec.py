@@ -19,7 +19,8 @@ __all__ = ["VERSION", "decode", "encode", "register"]
 
 VERSION = 1
 # Fields of `HeadroomState` that earlier rules lacked, by what their states have.
-_NEW = {"doubts", "mark", "since"}
+_SPREAD = {"spread"}
+_NEW = _SPREAD | {"doubts", "mark", "since"}
 _CEILING = _NEW | {"ceiling", "patience", "waited", "hold"}
 
 _KINDS: dict[str, type[Any]] = {}
@@ -123,7 +124,8 @@ def _upgraded(saved: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in saved.items() if name != "clean"}
         first = _encode(Headroom().init())
         new = first.keys() - kept.keys()
-        known = (_CEILING,) if "clean" in saved else (_NEW, _NEW - {"mark"})
+        known: tuple[set[str], ...] = (_SPREAD, _NEW, _NEW - {"mark"})
+        known = (_CEILING,) if "clean" in saved else known
         return first | kept if new in known else saved
     moved = {"quirks", "growth_step"}
     if saved.get("kind") != "Backoff" or not moved <= saved.keys():

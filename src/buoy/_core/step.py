@@ -29,6 +29,7 @@ __all__ = [
     "decide",
     "is_applied",
     "sample_stride",
+    "schedule",
 ]
 
 SMALL_LOG2 = -20.0
@@ -42,8 +43,9 @@ CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 class Measurement:
     """A measurement of the gradients beyond `finite`, and its schedule.
 
-    It is due at the turns `phase`, `phase + every`, `phase + 2 * every` and so on;
-    the first step is turn 0.  Of several ranks or optimizers the largest value counts.
+    It is due at the turns `phase`, `phase + every`, `phase + 2 * every` and so on, and
+    at the `first` ones; the first step is turn 0.  Of several ranks or optimizers the
+    largest value counts.
 
     Example:
         >>> underflow = MEASUREMENTS["underflow"]
@@ -54,20 +56,48 @@ class Measurement:
     name: str  # as in `Policy.wants`, and the field of `Seen`
     every: int = 1
     phase: int = 0
+    first: int = 0
 
     def due(self, turn: Scalar) -> Scalar:
         """Return whether it is due at this turn, a Python int or a traced integer."""
-        return self.every == 1 or turn % self.every == self.phase
+        if self.every == 1:
+            return True
+        due = turn % self.every == self.phase
+        return (turn < self.first) | due if self.first else due
 
 
 MEASUREMENTS = {
     measurement.name: measurement
     for measurement in (
         Measurement("amax_log2"),
+        Measurement("norm_log2"),  # only where gradients are clipped by it
         # Counting small gradients costs a separate pass over a sample of them.
         Measurement("underflow", every=16, phase=15),
     )
 }
+
+
+# With a norm, a policy needs the largest gradient only to learn how far below the norm
+# it is.  An odd period meets both of two tasks that alternate.
+_BESIDE_NORM = Measurement("amax_log2", every=5, first=16)
+
+
+def schedule(wants: frozenset[str], *, clips: bool) -> dict[str, Measurement]:
+    """Return what is measured for a policy; `clips`: by a norm that is a size.
+
+    Example:
+        >>> wants = frozenset({"amax_log2", "norm_log2", "loss"})
+        >>> [(one.name, one.every) for one in schedule(wants, clips=True).values()]
+        [('amax_log2', 5), ('norm_log2', 1)]
+        >>> [(one.name, one.every) for one in schedule(wants, clips=False).values()]
+        [('amax_log2', 1)]
+    """
+    found = {name: one for name, one in MEASUREMENTS.items() if name in wants}
+    if not clips:
+        found.pop("norm_log2", None)
+    elif {"amax_log2", "norm_log2"} <= wants:
+        found["amax_log2"] = _BESIDE_NORM
+    return found
 
 
 def sample_stride(count: int) -> int:

@@ -11,7 +11,7 @@ from buoy._backends.jax import ops
 from buoy._core.policies.policy import Policy
 from buoy._core.ring import UNKNOWN
 from buoy._core.state import Seen
-from buoy._core.step import decide
+from buoy._core.step import decide, schedule
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.carried import check_read
@@ -57,11 +57,12 @@ def advance(
     check_read(state.plan, flat)
     branch = may_branch(flat)
     looked = _look(options, flat, scales, state.steps, branch=branch)
+    seen = _seen(looked, scales, options, state.steps)
     norm = looked.norm * scales.inverse
     applied, after, factor = decide(
         policy,
         before,
-        _seen(looked, scales, clips=options.max_norm is not None),
+        seen,
         inverse=scales.inverse,
         norm=norm,
         max_norm=options.max_norm,
@@ -149,7 +150,7 @@ def _look(
     return agreed(looked._replace(measured=measured), options.axes)
 
 
-def _seen(looked: Survey, scales: _Scales, *, clips: bool) -> Seen:
+def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -> Seen:
     """Return what the policy is shown.
 
     With clipping, a norm beyond float32 is an overflow, too: clipped by it, all
@@ -157,11 +158,18 @@ def _seen(looked: Survey, scales: _Scales, *, clips: bool) -> Seen:
     """
     amax, norm = looked.amax, looked.norm
     finite = jnp.logical_not(jnp.any(looked.bad))
+    clips = options.max_norm is not None
     if clips:
         finite &= jnp.isfinite(norm) & jnp.isfinite(norm * scales.inverse)
+    wanted = schedule(options.policy.wants, clips=clips)
+    size = None if amax is None else _log2(amax * scales.lowered)
+    if size is not None and "amax_log2" in wanted:
+        due = wanted["amax_log2"].due(steps)
+        size = size if due is True else jnp.where(due, size, jnp.nan)
     return Seen(
         finite=finite,
-        amax_log2=None if amax is None else _log2(amax * scales.lowered),
+        amax_log2=size,
+        norm_log2=_log2(norm * scales.lowered) if "norm_log2" in wanted else None,
         **looked.measured,
     )
 

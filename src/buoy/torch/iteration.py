@@ -48,6 +48,7 @@ class Work(dict[str, Any]):
     norm: torch.Tensor | None = None  # unscaled, before clipping
     clipped_norm: torch.Tensor | None = None
     order = 2.0  # of that norm
+    clips = False  # the first inspection took the norm
     measured: Measured = _NOTHING  # by `Policy.wants`
     amax: float | torch.Tensor | None = None  # the largest scaled magnitude
     policy_flags: Flags | None = None  # what the policy sees; None: the same flags
@@ -246,11 +247,18 @@ def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
 
 
 def merged(found: Sequence[Measured], home: torch.device) -> Measured:
-    """Combine several measurements of gradients: the largest of each."""
+    """Combine several measurements of gradients: the largest of each.
+
+    An optimizer that does not clip has no norm: its largest gradient stands for it.
+    """
     whole: Measured = {}
+    if any("norm_log2" in one for one in found):
+        found = [{"norm_log2": one.get("amax_log2", 0.0), **one} for one in found]
     for name in MEASUREMENTS:
         values = [one[name] for one in found if name in one]
         if values:
             numbers = torch.stack([backend.scalar(value, home) for value in values])
             whole[name] = numbers.max()
+    if "norm_log2" in whole and not all("amax_log2" in one for one in found):
+        whole.pop("amax_log2", None)  # that of some optimizers alone
     return whole

@@ -33,7 +33,7 @@ from buoy._backends.torch.measure import MEASURE, clip_factor_of
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.rank_norms import RankGradients
 from buoy._core.errors import OptionError
-from buoy._core.step import MEASUREMENTS
+from buoy._core.step import schedule
 from buoy._core.watch import Watch
 from buoy.torch import errors
 from buoy.torch.distributed import Agreed, Agreement, Findings
@@ -82,7 +82,7 @@ class Surveyor:
     def inspect(self, work: Work, inverse: torch.Tensor, order: float | None) -> None:
         """Check gathered gradients, compute a norm, measure what the policy wants."""
         gathered: Any = work.gathered
-        due = self._due() if self.rule.wants else ()
+        due = self._due(work) if self.rule.wants else ()
         if order is None and self.is_sampled():
             due = {*due, "amax_log2"}
         work.survey = survey = take_survey(
@@ -94,13 +94,13 @@ class Surveyor:
         )
         work.amax = survey.amax
         if gathered.grads and due:
+            sizes: Any = {"amax_log2": survey.amax, "norm_log2": survey.norm}
             work.measured = {
                 name: MEASURE[name](gathered.buckets, inverse.device)
-                for name in due
                 if name in MEASURE
+                else sizes[name].float()
+                for name in due
             }
-            if survey.amax is not None:
-                work.measured["amax_log2"] = survey.amax
         for hook in self.hooks.looked:
             hook(work)
 
@@ -114,10 +114,10 @@ class Surveyor:
         due = due or (steps & (steps - 1) == 0 and steps > 8)
         return due and not self.agreement.active
 
-    def _due(self) -> Collection[str]:
+    def _due(self, work: Work) -> Collection[str]:
         """Return the names of the measurements that are due in this iteration."""
-        turn, wants = self.rule.turn, self.rule.wants
-        return [n for n, one in MEASUREMENTS.items() if n in wants and one.due(turn)]
+        turn, wanted = self.rule.turn, schedule(self.rule.wants, clips=work.clips)
+        return [name for name, one in wanted.items() if one.due(turn)]
 
     def check(self, work: Work) -> Flags:
         """Check without writing, for optimizers that unscale themselves."""
@@ -157,10 +157,10 @@ class Surveyor:
         home = now.device
         flag = combined(flags, home)
         zero = torch.zeros((), dtype=torch.float32, device=home)
-        found = work.measured
+        found, due = work.measured, self._due(work)
         findings = Findings(
             found=zero if flag is None else flag,
-            measured={n: backend.scalar(found.get(n, zero), home) for n in self._due()},
+            measured={n: backend.scalar(found.get(n, zero), home) for n in due},
             scale=now.tensor,
             tracker=zero if tracker is None else tracker,
             turn=self.rule.turn,
@@ -236,7 +236,7 @@ class Surveyor:
 
     def survey_norm(self, work: Work, order: float) -> None:
         """Inspect the scaled gradients once; store norm, flag and multiplier."""
-        now = self.rule.now()
+        now, work.clips = self.rule.now(), order >= 1.0
         gathered = self.gather(work, allow_fp16=unscales(work.optimizer))
         if not gathered.plain:
             gathered = work.gathered = gather_summed(work.optimizer)

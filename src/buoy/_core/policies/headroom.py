@@ -23,6 +23,7 @@ from buoy._core.policies.headroom_ceiling import (
     Found,
     moved,
 )
+from buoy._core.policies.headroom_size import size_of
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -33,7 +34,6 @@ SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
 BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
 CHEAPEST = 2.0 * UNIT  # margin that is kept even if gradients underflow
 FADE = UNIT / 64  # decrease of the level per step of zero gradients
-WILD = 256.0  # a log2 of larger magnitude was not measured
 BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
 
 CUT = 3.0 * UNIT  # most that one count of small gradients takes off the margin
@@ -77,13 +77,16 @@ class HeadroomState:
     hold: Scalar  # patience of a ceiling that a level of the gradients explains
     mark: Scalar  # log2 of the gradient that explained an overflow last
     since: Scalar  # finite steps since the last overflow
+    spread: Scalar  # how far the largest gradient is below the norm, UNSET if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
     """Keep the largest scaled gradient a learned margin below the maximum.
 
-    All in log2; a = largest unscaled gradient, l = abs(loss), k = scale used::
+    All in log2; a = largest unscaled gradient, l = abs(loss), k = scale used.  Where
+    gradients are clipped, a is measured in every 5th step and inferred from the norm
+    in the others: norm - a changes slowly::
 
         before backward:
             k = planned - floor(l - L)   if the loss is 1 above its level L
@@ -175,7 +178,7 @@ class Headroom:
     @property
     def wants(self) -> frozenset[str]:
         """The size of the gradients, how many are small, and the loss."""
-        return frozenset({"amax_log2", "underflow", "loss"})
+        return frozenset({"amax_log2", "norm_log2", "underflow", "loss"})
 
     @property
     def precision(self) -> Precision:
@@ -207,6 +210,7 @@ class Headroom:
             hold=LEAST,
             mark=UNSET,
             since=FORGET,
+            spread=UNSET,
         )
 
     def applies(self, seen: Seen) -> Scalar:
@@ -237,17 +241,13 @@ class Headroom:
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
         where, finite = ops.where, seen.finite
-        amax = math.nan if seen.amax_log2 is None else seen.amax_log2
         limit, widest = self.constants.limit, self.constants.widest
         used = ops.floor(ops.log2(state.scale) + 0.5)
         overflows = where(finite, 0.0, state.overflows + 1.0)
-        measured = finite & (amax > -WILD) & (amax < WILD)
-        zero = finite & (amax < -WILD)
+        size, measured, zero, spread = size_of(seen, used, state.spread, ops)
         # Only the first overflow in a row counts: others may be NaN of the forward.
         known = state.envelope > UNSET
         first = known & (overflows == 1.0)
-        size = ops.cast(where(measured, amax, 0.0), "float32")
-        size = ops.floor(size * UNIT) - used * UNIT
         news, last, loss_level, level = self._levels(state, size, ops)
         # An overflow at a ceiling that holds does not teach the margin.
         failed, held = state.overflows > 0.0, state.patience > 1.0
@@ -288,6 +288,7 @@ class Headroom:
             overflows,
             doubts,
             *ceiling,
+            spread,
         )
 
     def _doubt(

@@ -14,7 +14,7 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import Gathered, gather, multiply_, take_survey
 from buoy._backends.torch.measure import MEASURE
 from buoy._core.errors import DeviceModeError
-from buoy._core.step import MEASUREMENTS, clip_factor
+from buoy._core.step import clip_factor, schedule
 from buoy.torch import errors
 from buoy.torch.iteration import Work, merged
 from buoy.torch.optimizers import step_or_restore
@@ -144,9 +144,11 @@ def _look(
     inverse, turn = rule.tensor.reciprocal(), rule.turn + rule.uncounted
     survey = take_survey(gathered, inverse, order=order, amax=True)
     measured: dict[str, Any] = {}
-    for name in rule.wants & MEASUREMENTS.keys():
-        take, due = MEASURE.get(name), MEASUREMENTS[name].due(turn)
-        value: Any = take(gathered.buckets, inverse.device) if take else survey.amax
+    sizes: dict[str, Any] = {"amax_log2": survey.amax, "norm_log2": survey.norm}
+    wanted = schedule(rule.wants, clips=order is not None and order >= 1.0)
+    for name, one in wanted.items():
+        take, due = MEASURE.get(name), one.due(turn)
+        value = take(gathered.buckets, inverse.device) if take else sizes[name].float()
         measured[name] = value if due is True else torch.where(due, value, torch.nan)
     norm = None if survey.norm is None else (survey.norm * inverse).float()
     return _Look(optimizer, survey.found, inverse, measured, norm)
