@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from buoy.jax import (
     MissingAxisError,
-    UnboundAxisError,
     last_step,
     loss_scaled,
     scale_of,
@@ -294,13 +293,6 @@ def test_a_varying_loss_without_axis_name_is_an_error():
     )
     with pytest.raises(MissingAxisError, match="`loss` differs.*axis_name='data'"):
         jax.jit(mapped)(start(), tx.init(start()), batch(0))
-
-
-def test_an_axis_name_outside_of_its_axis_is_an_error():
-    """Under plain jit there is no axis to agree over."""
-    tx = make("backoff", axis_name="data")
-    with pytest.raises(UnboundAxisError, match="leave `axis_name` out"):
-        tx.update(start(), tx.init(start()), start())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from buoy.jax import (
     OptionError,
     SeveralScalesError,
     StructureError,
+    UnboundAxisError,
     UnhashablePolicyError,
     last_step,
     loss_scaled,
@@ -123,6 +124,13 @@ def test_a_policy_in_float64_names_the_switch():
 def test_options_are_checked(options, match):
     with pytest.raises(OptionError, match=match):
         loss_scaled(optax.adam(1e-3), **options)
+
+
+def test_an_axis_name_outside_of_its_axis_is_an_error():
+    """Under plain jit there is no axis to agree over."""
+    tx = loss_scaled(optax.adam(1e-3), "backoff", axis_name="data")
+    with pytest.raises(UnboundAxisError, match="leave `axis_name` out"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
 def test_what_is_wrapped_must_be_a_transformation():
