@@ -81,6 +81,8 @@ _FEW_RANKS = tuple(
         "a_loss_that_jumps_on_one_rank_is_foreseen_by_all",
     )
 )
+_ORDERS = ("tests/distributed/test_norms.py::test_a_norm_that_has_no_parts_is_refused",)
+_SHARDS = ("tests/distributed/test_features.py::test_shards_are_not_judged_alone",)
 _RUNS = "tests/distributed/test_pipeline.py::test_{}_runs_in_a_pipeline"
 _PIPELINE = (_RUNS.format("a_policy_that_looks_at_the_loss"),)
 _MEASURES = ("-m", "not slow", "tests/test_backends.py", "tests/test_sample.py")
@@ -100,10 +102,11 @@ TESTS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("src/buoy/torch/survey.py", (*_TORCH, _RANKS, _NORMS)),
     ("src/buoy/torch/iteration.py", (*_TORCH, _FEW_RANKS)),
     ("src/buoy/torch/optimizers.py", (*_TORCH, _FEW_RANKS)),
+    ("src/buoy/torch/options.py", (*_TORCH, _ORDERS)),
     ("src/buoy/torch/scale.py", (*_TORCH, _FEW_RANKS)),
     ("src/buoy/torch/scaler.py", (*_TORCH, _PIPELINE)),
     ("src/buoy/torch/*", _TORCH),
-    ("src/buoy/_backends/torch/gradients.py", (*_TORCH, _NORMS)),
+    ("src/buoy/_backends/torch/gradients.py", (*_TORCH, _NORMS, _SHARDS)),
     ("src/buoy/_backends/torch/*", (*_TORCH, _MEASURES)),
     ("src/buoy/_core/*", (*_CORE, *_TORCH, *_JAX)),
 )

@@ -248,6 +248,19 @@ def test_clipping_after_the_step_is_refused():
             clip(optimizer, 1.0)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_negative_clip_value_is_refused_wherever_it_is(hidden, monkeypatch):
+    """Values are clamped by a number, so one on a device is read."""
+    if hidden:
+        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(OptionError, match="clip_value"):
+        scaler.clip_grad_value_(optimizer, torch.tensor(-1.0))
+
+
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
 def test_no_gradients_have_norm_zero(unscaled, hidden, monkeypatch):

@@ -435,3 +435,17 @@ def test_a_loss_that_was_not_scaled_is_checked_too(visible, fused, first, monkey
         scaler.update()
         assert scaler.last_step.applied == math.isfinite(bad)
         assert torch.equal(param, before) != math.isfinite(bad)
+
+
+def test_no_backward_pass_of_a_frozen_parameter_is_expected():
+    """It takes no hook, and the others of its optimizer are stepped."""
+    weight, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([weight, frozen], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    losses = [scaler.scale(weight.sum()), scaler.scale(2.0 * weight.sum())]
+    torch.autograd.backward(losses)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 0.7))
+    assert torch.equal(frozen, torch.ones(2))

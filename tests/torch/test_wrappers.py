@@ -254,7 +254,7 @@ class Calls(GradScaler):
         self.calls = []
 
     def _unscale_grads_(self, *args, **kwargs):
-        self.calls.append("_unscale_grads_")
+        self.calls += ["_unscale_grads_", *args[3:]]  # whether FP16 is allowed
         return super()._unscale_grads_(*args, **kwargs)
 
     def _check_inf_per_device(self, optimizer):
@@ -285,7 +285,7 @@ for name in (
 ):
 
     def _noted(self, *args, name=name, **kwargs):
-        self.calls = [*self.calls, name]
+        self.calls = [*self.calls, name, *args[3:]]
         return getattr(torch.amp.GradScaler, name)(self, *args, **kwargs)
 
     setattr(StockCalls, name, _noted)
