@@ -91,8 +91,10 @@ _CORE = (
     ("-m", "not slow", "tests/test_step.py", "tests/test_sample.py"),
     ("tests/test_scale_bounds.py", "tests/torch/test_verdicts.py"),
 )
+_ONE = "tests/test_trajectory.py::test_one_history_makes_one_trajectory"
+_TRAJECTORY = (f"{_ONE}[jax-headroom]", f"{_ONE}_with_clipping[jax-headroom]")
 _JAX = (
-    ("tests/jax/test_steps.py", "tests/jax/test_gradients.py"),
+    (*_TRAJECTORY, "tests/jax/test_steps.py", "tests/jax/test_gradients.py"),
     ("-m", "not slow", "tests/jax"),
 )
 TESTS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
