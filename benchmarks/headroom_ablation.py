@@ -5,8 +5,9 @@
 Replay: skipped per 1000 steps / % of weight gradients / % of activation gradients lost,
 mean over 48 traces and 12 regimes, the loss blind to them.  Worlds: mean and largest
 number of skips in 200 generated runs of 2000 steps with a hidden ceiling, with tasks
-that alternate while hidden tensors are 6 binades above, and with a loss that alternates
-while the gradients do not.  Bad batches: how many binades the scale is too low if 1
+that alternate while hidden tensors are 6 binades above, with hidden tensors alone that
+alternate and have a noise of 1 binade, and with a loss that alternates while the
+gradients do not.  Bad batches: how many binades the scale is too low if 1
 step in 200 is not finite at any scale, and the loss does not show it.
 """
 
@@ -26,6 +27,7 @@ from benchmarks.headroom.split import ALL
 from benchmarks.headroom.worlds import (
     alternating,
     hidden,
+    hidden_tasks,
     misleading,
     skips,
     too_low,
@@ -35,7 +37,12 @@ from buoy._core.policies.headroom_ceiling import UNIT
 from buoy._core.step import MEASUREMENTS
 
 NEVER = 1e6 * UNIT
-WORLDS = (hidden, lambda: alternating(wobble=0.25, beside=6.0), misleading)
+WORLDS = (
+    hidden,
+    lambda: alternating(wobble=0.25, beside=6.0),
+    lambda: hidden_tasks(wobble=1.0),
+    misleading,
+)
 VARIANTS: dict[str, dict[str, float]] = {
     "the rule": {},
     "no margin beyond the largest spike": {"SAFETY": 0.0},
@@ -57,6 +64,10 @@ VARIANTS: dict[str, dict[str, float]] = {
     "the ceiling rises at a constant rate": {"HASTE": 1.0},
     "an overflow soon after another one is a spike": {"RECENT": 0.0},
     "the hold is forgotten after 64 steps": {"FORGET": 64.0},
+    "it is also forgotten while the scale is at the ceiling": {"KEEP": 0.0},
+    "a ceiling that held for 2048 steps is like any other": {"PROVEN": NEVER},
+    "an overflow with the widest margin is like any other": {"FULL": -UNIT},
+    "only a level within 4 bits explains an overflow": {"FAR": 4.0 * UNIT},
     "every overflow at a ceiling that holds lowers it by 4": {"SOON": NEVER},
     "only single overflows at a ceiling that holds lower it": {"SOON": 0.0},
     "single overflows at a ceiling that holds do not lower it": {"SINGLE": 0.0},
@@ -93,15 +104,15 @@ def changed(constants: dict[str, float]) -> Iterator[None]:
 def main() -> None:
     """Print the table."""
     print(
-        "| variant | replay | hidden ceilings | alternating tasks | misleading loss |"
-        " bad batches |\n|---|---|---|---|---|---|"
+        "| variant | replay | hidden ceilings | alternating tasks | hidden tasks |"
+        " misleading loss | bad batches |\n|---|---|---|---|---|---|---|"
     )
     for name, constants in VARIANTS.items():
         with changed(constants):
             policy = buoy.Headroom()
             clips = bool(constants.get("clips"))
             a, b, c = grid(policy, ALL, "blind", clips=clips).mean((0, 1))
-            cells = ["-"] * 4 if clips else generated(policy)
+            cells = ["-"] * 5 if clips else generated(policy)
         replayed = f"{a:.3f} / {b:.4f} / {c:.3f}"
         print("| " + " | ".join((name, replayed, *cells)) + " |", flush=True)
 

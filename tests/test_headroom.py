@@ -11,11 +11,19 @@ from buoy import Headroom, Seen
 
 pytest.importorskip("numpy")
 
+import numpy as np
+
+from benchmarks.headroom import worlds
 from benchmarks.headroom.compare import judge
 from benchmarks.headroom.lanes import grid
 from benchmarks.headroom.split import ALL, FRESH, HELD_OUT, TUNING, UNTOUCHED
 
 SETS = {"tuned": TUNING, "held out": HELD_OUT, "later": FRESH, "last": UNTOUCHED}
+
+
+def alternating_above(runs):
+    """Generate tasks that alternate, with hidden tensors 6 binades above."""
+    return worlds.alternating(runs, beside=6.0)
 
 
 @pytest.mark.slow
@@ -53,6 +61,18 @@ def test_with_clipping_it_needs_the_largest_gradient_in_every_fifth_step_only():
     assert clipped[0] <= 1.02 * skips
     assert clipped[1] <= 1.02 * weights
     assert clipped[2] <= 1.02 * activations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [(worlds.hidden, 0.0), (worlds.hidden_tasks, 0.01), (alternating_above, 0.04)],
+)
+def test_nearly_all_generated_runs_settle(make, share):
+    """At most so many have more than 8 skips, and then two within 500 steps."""
+    ran = worlds.skips(Headroom(), make(500))
+
+    assert np.mean([not worlds.settles(run) for run in ran.T]) <= share
 
 
 def lead(policy, sizes, losses=None, state=None):

@@ -198,11 +198,16 @@ def _check_scale(policy: Any, state: Any, when: str) -> None:
 
 
 def _seen(policy: Any, event: Event) -> Seen:
-    finite, amax, underflow, _ = event
+    finite, amax, underflow, loss = event
+    norm = None
+    if "norm_log2" in policy.wants and amax is not None:
+        # With clipping, not every `amax_log2` is measured.
+        norm, amax = amax + 4.0, math.nan if loss > 1.0 else amax
     return Seen(
         finite=finite,
         amax_log2=amax if "amax_log2" in policy.wants else None,
         underflow=underflow if "underflow" in policy.wants else None,
+        norm_log2=norm,
     )
 
 

@@ -339,3 +339,5 @@ def test_headroom_follows_two_optimizers_of_which_only_some_clip(clips, jumps):
     assert scaler.last_step.applied
     assert scales[20] == scales[21]
     assert scales[21] / scales[22] >= 2.0 ** (10 - 8)  # `free_margin` absorbs the rest
+    known = buoy.decode(scaler.state_dict()["buoy"]["state"]).spread
+    assert known == (round(1024 * math.log2(50) / 2) if any(clips) else -(2.0**21))

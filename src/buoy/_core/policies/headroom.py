@@ -32,6 +32,8 @@ __all__ = ["Headroom", "HeadroomState"]
 SAFETY = 0.75 * UNIT  # margin beyond the largest remembered spike, plus half its
 SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
 BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
+FAR = 8.0 * UNIT  # a new level this far below an overflow still explains it
+FULL = UNIT  # a margin this close to the widest learns nothing from an overflow
 CHEAPEST = 2.0 * UNIT  # margin that is kept even if gradients underflow
 FADE = UNIT / 64  # decrease of the level per step of zero gradients
 BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
@@ -115,13 +117,14 @@ class Headroom:
     scale, and after an overflow 8 lower than it (16, 32, 64 in a row) and up by 1 per
     step.  These overflows make it hold:
 
-    - a second one within 40 steps: 2 below the scale used;
+    - a second one within 40 steps, or within 512 if the margin is at its widest or the
+      ceiling has held for 2048: 2 below the scale used;
     - one that a new level of a explains: where this level leads.
 
     It holds for 4 steps at first, 32 times longer if the same happens again within 512
-    steps, at most 2048; then it rises by 1, and 4 times faster for each further 1.  A
-    single overflow at a ceiling that holds lowers it by 1 only, as it may be a bad
-    batch; a second one within 16 steps lowers it by 4.
+    steps or at the ceiling, at most 2048; then it rises by 1, and 4 times faster for
+    each further 1.  A single overflow at a ceiling that holds lowers it by 1 only, as
+    it may be a bad batch; a second one within 16 steps lowers it by 4.
 
     A loss that jumps by 3 or more while a rises by less than half of it is a false
     alarm.  After 4 of them the loss is ignored, until an alarm proves true.
@@ -268,10 +271,11 @@ class Headroom:
         k = where(known | measured, k, where(used < BLIND, blind, used))
         explained = measured & known & failed
         explained = explained & (size > state.envelope + UNIT)
-        cause = where(explained & (size > state.last - 2.0 * BEYOND), size, UNSET)
+        cause = where(explained & (size > state.last - FAR), size, UNSET)
         ceiling = Ceiling(*(getattr(state, name) for name in Ceiling._fields))
         bounds = self.constants.lowest, self.constants.highest
-        step = Found(used, k, finite, overflows, cause)
+        full = state.margin > widest - FULL
+        step = Found(used, k, finite, overflows, cause, full)
         k, ceiling = moved(ceiling, step, bounds, ops)
         beyond = where(first, limit - used * UNIT + BEYOND, state.last)
         doubts = self._doubt(state, size, measured, first, ops)

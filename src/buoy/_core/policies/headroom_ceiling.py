@@ -28,6 +28,8 @@ SOON = 16.0  # steps in which an overflow at a held ceiling is no coincidence
 SINGLE = 1.0  # bits down at a ceiling that held for longer: it may be a bad batch
 RECENT = 40.0  # steps after an overflow in which another one is at a free ceiling
 FORGET = 512.0  # steps after an overflow in which the hold is remembered
+KEEP = 1.0  # and for as long as the scale is at the ceiling; 0: not then
+PROVEN = 2048.0  # a hold that counts every overflow as one at the ceiling
 
 
 class Ceiling(NamedTuple):
@@ -49,6 +51,7 @@ class Found(NamedTuple):
     finite: Scalar
     overflows: Scalar  # in a row, this step included
     cause: Scalar  # the gradient that explains the last overflow, or UNSET
+    full: Scalar  # the learned margin is as wide as it may be
 
 
 def moved(
@@ -56,19 +59,21 @@ def moved(
 ) -> tuple[Scalar, Ceiling]:
     """Return log2 of the next scale, at most the ceiling, and the next ceiling."""
     where, floor = ops.where, ops.floor
-    used, k, finite, overflows, cause = found
+    used, k, finite, overflows, cause, full = found
     first, row = overflows == 1.0, overflows > 1.0
     # A ceiling without patience is free: it rises at every step.
     free = before.patience <= 1.0
     at = used >= before.ceiling
     # One overflow at a height that held for a while proves little: it may be a NaN.
-    fresh = where(free, before.since < RECENT, at & (before.waited < SOON))
+    lately = before.since < FORGET
+    recent = (before.since < RECENT) | (lately & (full | (before.hold >= PROVEN)))
+    fresh = where(free, recent, at & (before.waited < SOON))
     hit = first & fresh
     missed = first & (before.since < SOON) & (before.patience > 1.0)
     # How long it holds: longer if the cause is the same, and recent.
     explained = cause > UNSET
     again = explained & (cause < before.mark + NEAR) & (cause > before.mark - NEAR)
-    known = (before.since < FORGET) & (again | (cause <= UNSET))
+    known = lately & (again | (cause <= UNSET))
     hold = where(known, before.hold, LEAST)
     hold = where(again | hit | (overflows == 2.0), hold * LONGER, hold)
     hold = where(hold < MOST, hold, MOST)
@@ -90,14 +95,17 @@ def moved(
     high = bounds[1] + 1.0
     ceiling = where(ceiling < high, ceiling, high)
     k = where(finite, where(k < ceiling, k, ceiling), low)
-    since = where(finite, before.since + 1.0, 0.0)
+    since, oldest = (
+        where(finite, before.since + 1.0, 0.0),
+        where(at, FORGET - KEEP, FORGET),
+    )
     return _within(k, bounds, ops), Ceiling(
         ceiling,
         where(patience > 1.0, patience, 1.0),
         where(rises | explained | hit | row, 0.0, waited),
         hold,
         where(explained, cause, before.mark),
-        where(since < FORGET, since, FORGET),
+        where(since < oldest, since, oldest),
     )
 
 
