@@ -134,7 +134,10 @@ def test_tensorflow_counts_that_sample(graph):
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_what_torch_reads_for_headroom(clip):
-    """Each gradient once or twice, and at every 16th turn a bounded sample."""
+    """Each gradient once, and at every 16th turn a bounded sample.
+
+    With clipping, twice in the first 16 turns and then in every 5th.
+    """
     torch = pytest.importorskip("torch")
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -148,6 +151,8 @@ def test_what_torch_reads_for_headroom(clip):
             first = args[0] if args else None
             if name in ("aminmax", "linalg_vector_norm", "count_nonzero", "sum"):
                 self.seen[name] += first.numel()
+            elif name == "_foreach_norm":
+                self.seen[name] += sum(grad.numel() for grad in first)
             return func(*args, **(kwargs or {}))
 
     shapes = [(1000, 1000), (37,)]
@@ -171,8 +176,11 @@ def test_what_torch_reads_for_headroom(clip):
     stride = sample_stride(count)
     sample = len(in_sample(np.zeros(1000 * 1000), stride)) + 37
     for turn, reads in enumerate(seen):
-        assert reads["aminmax"] == count
-        assert reads["linalg_vector_norm"] == (count + len(shapes) if clip else 0)
+        twice = clip and (turn < 16 or turn % 5 == 0)
+        norms = count + len(shapes) if clip else 0
+        assert reads["aminmax"] == (count if twice or not clip else 0)
+        assert reads["_foreach_norm"] == (count if clip and not twice else 0)
+        assert reads["linalg_vector_norm"] + reads["_foreach_norm"] == norms
         assert reads["count_nonzero"] == (2 * sample if turn % 16 == 15 else 0)
         assert reads["sum"] <= 8
     assert sample < SAMPLE < count

@@ -95,10 +95,8 @@ def moved(
     high = bounds[1] + 1.0
     ceiling = where(ceiling < high, ceiling, high)
     k = where(finite, where(k < ceiling, k, ceiling), low)
-    since, oldest = (
-        where(finite, before.since + 1.0, 0.0),
-        where(at, FORGET - KEEP, FORGET),
-    )
+    since = where(finite, before.since + 1.0, 0.0)
+    oldest = where(at, FORGET - KEEP, FORGET)
     return _within(k, bounds, ops), Ceiling(
         ceiling,
         where(patience > 1.0, patience, 1.0),
