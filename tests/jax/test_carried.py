@@ -115,7 +115,8 @@ def test_gradients_of_another_compiled_function_are_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         grads = jax.tree.map(jnp.add, grad(state, params), grad(state, params))
-        jax.jit(tx.update)(grads, state, params)
+        _, state = jax.jit(tx.update)(grads, state, params)
+    assert last_step(state).applied
 
 
 def test_no_scale_needs_no_scaling():
@@ -124,7 +125,8 @@ def test_no_scale_needs_no_scaling():
     tx = loss_scaled(optax.sgd(0.1), "none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.jit(step_of(tx, plain))(params, tx.init(params))
+        _, state = jax.jit(step_of(tx, plain))(params, tx.init(params))
+    assert last_step(state).applied
 
 
 @pytest.mark.parametrize("policy", ["headroom", buoy.Backoff(growth_interval=1)])
