@@ -200,6 +200,40 @@ def test_never_syncing_equals_asking_bit_for_bit(kind):
             ), name
 
 
+@pytest.mark.parametrize("policy", ["backoff", "lognormal", "headroom", "bmtrain"])
+def test_a_state_on_the_device_is_saved_as_the_same_numbers(policy):
+    """Counters as whole numbers, the others as precise as the policy has them."""
+    saved = []
+    for sync in ("never", "auto"):
+        model, scaler = net(), GradScaler("cpu", policy=policy, sync=sync)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for i in range(20):
+            scaler.scale(torch.ones((), requires_grad=True))
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float("inf") if i == 7 else 1.0 + i)
+            scaler.step(optimizer)
+            scaler.update()
+        saved.append(repr(scaler.state_dict()["buoy"]))
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_gradients_with_a_graph_leave_none_in_the_scale(clip):
+    """Else the graph of every step so far would stay in memory."""
+    model, scaler = net(), GradScaler("cpu", policy="headroom", sync="never")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        loss = scaler.scale(loss_of(model, 0))
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.scale(torch.ones(())).grad_fn is None
+
+
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("clip", [True, False])
 def test_never_syncing_never_reads(kind, clip):

@@ -34,7 +34,7 @@ __all__ = [
 
 SMALL_LOG2 = -20.0
 SMALL = 2.0**SMALL_LOG2  # scaled gradients below it count in `Seen.underflow`
-SAMPLE = 2**19  # gradients to look at, about, for that count
+SAMPLE = 2**18  # gradients to look at, about, for that count
 BLOCK = 64  # neighbours of a tensor that are looked at together
 CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
@@ -108,8 +108,8 @@ def sample_stride(count: int) -> int:
     all columns of a matrix whose width is 64 times a product of them.
 
     Example:
-        >>> [sample_stride(count) for count in (0, 2**19, 2**20, 30_000_000)]
-        [1, 1, 5, 59]
+        >>> [sample_stride(count) for count in (0, 2**18, 2**19, 30_000_000)]
+        [1, 1, 5, 115]
     """
     stride = max(1, -(-count // SAMPLE))
     while math.gcd(stride, 6) > 1:

@@ -92,7 +92,7 @@ class TorchContract(TorchGradScaler):
         if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
             iteration.losses.append(noted)
             if rule.wants and iteration.scalings == 1:  # later the scale is in use
-                self._surveyor.foresee(loss.reshape(()))
+                self._surveyor.foresee(loss)
 
     def _check_scale_growth_tracker(
         self, funcname: str

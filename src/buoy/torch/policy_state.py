@@ -15,7 +15,7 @@ from buoy._core.bounds import MIN_SCALE, bounds_of, foreseen, initial, moved
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, single
-from buoy._core.policies.policy import Policy
+from buoy._core.policies.policy import Policy, finite_only
 from buoy._core.policies.start import started
 from buoy._core.state import Seen, map_state
 
@@ -64,8 +64,8 @@ class PolicyState:
     """A policy and its state; keeps the scale within bounds."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.bounds = bounds_of(policy)
+        self.policy, self.bounds = policy, bounds_of(policy)
+        self.vetoes = type(policy).applies is not finite_only
         self.state: Any = initial(policy)
 
     @property
@@ -95,13 +95,13 @@ class PolicyState:
         policy, bounds, ops = self.policy, self.bounds, backend.ops()
         if half and not bounds.peer:
             bounds = bounds._replace(high=min(bounds.high, LARGEST_HALF))
-        number = loss.detach().float()
+        number = loss if loss.dtype is torch.float32 else loss.detach().float()
         seen = None if self.on_device else backend.host_value(number)
         if seen is not None:
             self.state = foreseen(policy, self.state, seen, ops=PLAIN, bounds=bounds)
             return
         self.lift(home)
-        number = number.to(home, non_blocking=True)
+        number = number.detach().reshape(()).to(home, non_blocking=True)
         self._keep(foreseen(policy, self.state, number, ops=ops, bounds=bounds))
 
     def allows(self, evidence: Evidence) -> bool | torch.Tensor:

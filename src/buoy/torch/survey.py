@@ -40,7 +40,7 @@ from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
 from buoy.torch.optimizers import unscales
-from buoy.torch.policy_state import SMALLEST, Evidence
+from buoy.torch.policy_state import SMALLEST, Evidence, PolicyState
 from buoy.torch.scale import Scale
 
 __all__ = ["Surveyor"]
@@ -183,8 +183,9 @@ class Surveyor:
         """Combine the findings of all ranks; ask the policy for a veto."""
         if work.settle is not None:
             work.settle()
-        if self.rule.run is not None and work["stage"] is not OptState.STEPPED:
-            self._veto(work)
+        run = self.rule.run
+        if run is not None and run.vetoes and work["stage"] is not OptState.STEPPED:
+            self._veto(work, run)
 
     def foresee(self, loss: torch.Tensor | None) -> None:
         """Pass this iteration's first loss, the largest of all ranks, to the policy."""
@@ -207,7 +208,7 @@ class Surveyor:
         own = torch.tensor([-1.0, rule.half], dtype=torch.float32, device="cpu")
         own = own.to(rule.now().device, non_blocking=True)
         if loss is not None:
-            own[0] = loss.detach().float().abs()
+            own[0] = loss.detach().reshape(()).float().abs()
         agreed, half = self.agreement.largest(own, "loss").unbind()
         rule.foreseen = True
         if not backend.in_host_memory(agreed):
@@ -354,9 +355,8 @@ class Surveyor:
             with backend.NoGrad():
                 multiply_(gathered or gather(work.optimizer), multiplier)
 
-    def _veto(self, work: Work) -> None:
+    def _veto(self, work: Work, run: PolicyState) -> None:
         """Skip a finite step that the policy would not apply."""
-        run: Any = self.rule.run
         home = self.rule.now().device
         found = combined(work["found_inf_per_device"], home)
         if found is None:

@@ -79,7 +79,6 @@ class Survey(NamedTuple):
 
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _LARGE = 8192  # elements per gradient above which a sum beats the amp kernel
 _FLOAT = torch.float32
 _DENSE_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float64})
@@ -306,7 +305,7 @@ def _measure(
     """Compute the norm of all gradients, and derive the check from it."""
     home = inverse.device
     at_home = gathered.plain and gathered.buckets[0].device == home
-    if at_home and backend.in_host_memory(inverse):
+    if at_home and home.type == "cpu":
         return _measure_on_host(gathered.grads, order, inverse, amax=amax)
     parts: dict[tuple[torch.device, torch.dtype], Iterator[torch.Tensor]] = {}
     totals, sizes, tops = [], [], []
@@ -336,14 +335,7 @@ def _measure_on_host(
     parts = torch.stack(some)
     total = torch.linalg.vector_norm(parts, order)
     norm, biggest = measure.settled(grads, order, total, top)
-    size = backend.host_value(biggest)
-    if size is None:
-        found = measure.overflows([biggest], inverse)
-    else:
-        times = size * backend.read_host_memory(inverse)  # NaN, for 0 * inf, misfits
-        fits = size <= _FLOAT32_MAX and times <= _FLOAT32_MAX
-        found = torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
-    return Survey(found, norm, parts, top)
+    return Survey(measure.overflows([biggest], inverse), norm, parts, top)
 
 
 def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
@@ -352,8 +344,8 @@ def _largest(gathered: Gathered, inverse: torch.Tensor) -> Survey:
         measure.biggest(grads).to(inverse.device, non_blocking=True)
         for _, _, grads in gathered.buckets
     ]
-    found = measure.overflows(sizes, inverse)
-    return Survey(found, amax=torch.stack(sizes).max().float())
+    top = sizes[0] if len(sizes) == 1 else torch.stack(sizes).max()
+    return Survey(measure.overflows(sizes, inverse), amax=top.float())
 
 
 # -- writing ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from buoy._backends import torch as backend
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import single
 from buoy._core.step import (
     BLOCK,
@@ -47,13 +48,7 @@ def _farthest(ends: list[Any]) -> torch.Tensor:
     """Return the largest magnitude, from each gradient's two ends on a CPU."""
     if not ends:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    sizes = [end for pair in ends for end in pair]
-    if backend.in_host_memory(sizes[0]) and set(map(type, sizes)) == {torch.Tensor}:
-        # Reading them costs a third of stacking them.
-        seen = [abs(backend.read_host_memory(size)) for size in sizes]
-        most = math.nan if math.isnan(sum(seen)) else max(seen)
-        return torch.full((), most, dtype=torch.float32, device="cpu")
-    top = torch.stack(sizes).abs().max()
+    top = torch.stack([end for pair in ends for end in pair]).abs_().max()
     return top.to(torch.promote_types(top.dtype, torch.float32))
 
 
@@ -121,8 +116,14 @@ def clip_factor_of(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.
 def overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
     """Return whether a size is not finite, or would not be once unscaled.  float32 [].
 
-    Each size in its own dtype: a float64 gradient may exceed float32's range.
+    Each size in its own dtype: a float64 gradient may exceed float32's range.  One in
+    host memory is worth no kernels.
     """
+    seen = backend.host_value(sizes[0]) if len(sizes) == 1 and inverse.is_cpu else None
+    if seen is not None:
+        unscaled = seen * backend.read_host_memory(inverse)
+        fits = seen <= FLOAT32_MAX and unscaled <= FLOAT32_MAX  # NaN does not
+        return torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
     bad = [
         backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
         for size in sizes
@@ -138,10 +139,10 @@ def sampled(grad: torch.Tensor, stride: int) -> list[torch.Tensor]:
     flat = grad.reshape(-1)
     if stride == 1:
         return [flat]
-    period = BLOCK * stride
-    rest = flat.numel() % period
-    found = [flat[flat.numel() - rest :]] if rest < BLOCK else []
-    if flat.numel() >= BLOCK:
+    count, period = flat.numel(), BLOCK * stride
+    rest = count % period
+    found = [flat[count - rest :]] if rest < BLOCK else []
+    if count >= BLOCK:
         found.append(flat.unfold(0, BLOCK, period))
     return found
 

@@ -10,6 +10,7 @@ from buoy._core.policies.backoff_checks import (
     check_factors,
     scale_of_power,
 )
+from buoy._core.policies.policy import finite_only
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -130,9 +131,7 @@ class Backoff:
         del loss, ops
         return state
 
-    def applies(self, seen: Seen) -> Scalar:
-        """Apply finite steps only."""
-        return seen.finite
+    applies = finite_only
 
     def update(
         self, state: BackoffState, seen: Seen, *, ops: Ops | None = None

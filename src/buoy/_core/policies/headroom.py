@@ -24,6 +24,7 @@ from buoy._core.policies.headroom_ceiling import (
     moved,
 )
 from buoy._core.policies.headroom_size import size_of
+from buoy._core.policies.policy import finite_only
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -216,9 +217,7 @@ class Headroom:
             spread=UNSET,
         )
 
-    def applies(self, seen: Seen) -> Scalar:
-        """Apply finite steps only."""
-        return seen.finite
+    applies = finite_only
 
     def foresee(
         self, state: HeadroomState, loss: Scalar, *, ops: Ops | None = None

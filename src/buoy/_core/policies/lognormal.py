@@ -10,6 +10,7 @@ from math import log
 
 from buoy._core.checks import boolean, number, ordered
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
+from buoy._core.policies.policy import finite_only
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -138,9 +139,7 @@ class LogNormal:
         del loss, ops
         return state
 
-    def applies(self, seen: Seen) -> Scalar:
-        """Apply finite steps only."""
-        return seen.finite
+    applies = finite_only
 
     def update(
         self, state: LogNormalState, seen: Seen, *, ops: Ops | None = None

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from buoy._core.ops import Ops, Precision, Scalar
 from buoy._core.state import Seen
 
-__all__ = ["Policy", "State"]
+__all__ = ["Policy", "State", "finite_only"]
 
 
 class State(Protocol):
@@ -60,3 +60,9 @@ class Policy(Protocol):
 
     def applies(self, seen: Seen) -> Scalar:
         """Return whether to apply the step; usually `seen.finite`."""
+
+
+def finite_only(policy: Any, seen: Seen) -> Scalar:
+    """Apply finite steps only: what most policies have for `applies`."""
+    del policy
+    return seen.finite

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from buoy._core.checks import boolean, number
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, register_backends
+from buoy._core.policies.policy import finite_only
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -97,6 +98,4 @@ class NoScaling(_Still):
         register_backends()
         return StaticState(scale=1.0)
 
-    def applies(self, seen: Seen) -> Scalar:
-        """Apply finite steps only."""
-        return seen.finite
+    applies = finite_only
