@@ -66,13 +66,18 @@ def test_with_clipping_it_needs_the_largest_gradient_in_every_fifth_step_only():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "share"),
-    [(worlds.hidden, 0.0), (worlds.hidden_tasks, 0.01), (alternating_above, 0.04)],
+    [(worlds.hidden, 0.0), (worlds.hidden_tasks, 0.01), (alternating_above, 0.02)],
 )
 def test_nearly_all_generated_runs_settle(make, share):
-    """At most so many have more than 8 skips, and then two within 500 steps."""
-    ran = worlds.skips(Headroom(), make(500))
+    """At most so many have more than 8 skips, and then two within 500 steps.
 
-    assert np.mean([not worlds.settles(run) for run in ran.T]) <= share
+    Half as many of those runs in which one scale fits all steps.
+    """
+    world = make(500)
+    unsettled = [not worlds.settles(run) for run in worlds.skips(Headroom(), world).T]
+
+    assert np.mean(unsettled) <= share
+    assert np.mean(np.array(unsettled)[worlds.fits(world)]) <= share / 2
 
 
 def lead(policy, sizes, losses=None, state=None):

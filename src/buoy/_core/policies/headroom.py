@@ -22,6 +22,7 @@ from buoy._core.policies.headroom_ceiling import (
     Ceiling,
     Found,
     moved,
+    retreat,
 )
 from buoy._core.policies.headroom_size import size_of
 from buoy._core.policies.policy import finite_only
@@ -33,7 +34,6 @@ __all__ = ["Headroom", "HeadroomState"]
 SAFETY = 0.75 * UNIT  # margin beyond the largest remembered spike, plus half its
 SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
 BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
-FAR = 8.0 * UNIT  # a new level this far below an overflow still explains it
 FULL = UNIT  # a margin this close to the widest learns nothing from an overflow
 CHEAPEST = 2.0 * UNIT  # margin that is kept even if gradients underflow
 FADE = UNIT / 64  # decrease of the level per step of zero gradients
@@ -120,7 +120,8 @@ class Headroom:
 
     - a second one within 40 steps, or within 512 if the margin is at its widest or the
       ceiling has held for 2048: 2 below the scale used;
-    - one that a new level of a explains: where this level leads.
+    - one that a new level of a explains: where this level leads, but at least 1 below
+      the scale used.
 
     It holds for 4 steps at first, 32 times longer if the same happens again within 512
     steps or at the ceiling, at most 2048; then it rises by 1, and 4 times faster for
@@ -270,11 +271,16 @@ class Headroom:
         k = where(known | measured, k, where(used < BLIND, blind, used))
         explained = measured & known & failed
         explained = explained & (size > state.envelope + UNIT)
-        cause = where(explained & (size > state.last - FAR), size, UNSET)
+        cause = where(explained, size, UNSET)
         ceiling = Ceiling(*(getattr(state, name) for name in Ceiling._fields))
         bounds = self.constants.lowest, self.constants.highest
         full = state.margin > widest - FULL
-        step = Found(used, k, finite, overflows, cause, full)
+        # The scale of the last overflow: from what a first one counted as, or from the
+        # retreat since.
+        once = ops.floor((limit + BEYOND - state.last) / UNIT)
+        again = state.planned + retreat(state.overflows, ops)
+        failing = where(state.overflows > 1.0, again, once)
+        step = Found(used, k, finite, overflows, cause, full, failing)
         k, ceiling = moved(ceiling, step, bounds, ops)
         beyond = where(first, limit - used * UNIT + BEYOND, state.last)
         doubts = self._doubt(state, size, measured, first, ops)

@@ -9,7 +9,17 @@ from typing import NamedTuple
 
 from buoy._core.ops import Ops, Scalar
 
-__all__ = ["FORGET", "LEAST", "RETREAT", "UNIT", "UNSET", "Ceiling", "Found", "moved"]
+__all__ = [
+    "FORGET",
+    "LEAST",
+    "RETREAT",
+    "UNIT",
+    "UNSET",
+    "Ceiling",
+    "Found",
+    "moved",
+    "retreat",
+]
 
 # Logarithms are to base 2, in bits: 1 bit is a factor of two (a binade). They are
 # held as whole numbers of 1/1024 bit, so that float32 and float64, fused or not,
@@ -22,6 +32,7 @@ RETREAT = 8.0  # bits down on overflow, up on zeros: one low step beats two lost
 # Patience and hold are steps.
 HIT, MISSED = 2.0, 4.0  # bits down at the ceiling: if it has risen, if it has not
 LEAST, LONGER, MOST = 4.0, 32.0, 2048.0  # hold: at first, its growth, its limit
+BELOW = 1.0  # bits from a scale that failed to one that a new level allows, at least
 NEAR = 3.0 * UNIT  # gradients that explain overflows count as equal within this
 HASTE = 4.0  # patience falls by this factor when the ceiling rises
 SOON = 16.0  # steps in which an overflow at a held ceiling is no coincidence
@@ -52,6 +63,7 @@ class Found(NamedTuple):
     overflows: Scalar  # in a row, this step included
     cause: Scalar  # the gradient that explains the last overflow, or UNSET
     full: Scalar  # the learned margin is as wide as it may be
+    failing: Scalar  # log2 of the scale of the last overflow
 
 
 def moved(
@@ -59,7 +71,7 @@ def moved(
 ) -> tuple[Scalar, Ceiling]:
     """Return log2 of the next scale, at most the ceiling, and the next ceiling."""
     where, floor = ops.where, ops.floor
-    used, k, finite, overflows, cause, full = found
+    used, k, finite, overflows, cause, full, failing = found
     first, row = overflows == 1.0, overflows > 1.0
     # A ceiling without patience is free: it rises at every step.
     free = before.patience <= 1.0
@@ -81,10 +93,10 @@ def moved(
     waited = before.waited + where(finite & (at | free), 1.0, 0.0)
     rises = finite & (waited >= before.patience)
     patience = where(rises, floor(before.patience / HASTE), before.patience)
-    ceiling = where(explained, k, before.ceiling + where(rises, 1.0, 0.0))
+    level = where(k < failing - BELOW, k, failing - BELOW)
+    ceiling = where(explained, level, before.ceiling + where(rises, 1.0, 0.0))
     # An overflow lowers it: far to search from there, little where it was right.
-    back = RETREAT * ops.exp2(where(overflows < 4.0, overflows - 1.0, 3.0))
-    back = where(missed, MISSED, where(hit, HIT, back))
+    back = where(missed, MISSED, where(hit, HIT, retreat(overflows, ops)))
     low = _within(used - back, bounds, ops)
     lowers = row | hit | missed | (first & free)
     single = first & at & (used <= ceiling)
@@ -105,6 +117,11 @@ def moved(
         where(explained, cause, before.mark),
         where(since < oldest, since, oldest),
     )
+
+
+def retreat(overflows: Scalar, ops: Ops) -> Scalar:
+    """Return the bits down after so many overflows in a row: 8, 16, 32, then 64."""
+    return RETREAT * ops.exp2(ops.where(overflows < 4.0, overflows - 1.0, 3.0))
 
 
 def _within(k: Scalar, bounds: tuple[float, float], ops: Ops) -> Scalar:
