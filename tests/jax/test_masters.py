@@ -158,3 +158,15 @@ def test_a_master_beyond_fp16_makes_no_infinite_weight(sign):
         updates, state = tx.update(jnp.full(2, sign * grad), state, params)
         params = optax.apply_updates(params, updates)
         assert [sign * expected] * 2 == params.tolist()
+
+
+def test_the_inner_transformation_gets_fp16_parameters_as_float32():
+    """Else a decay of small weights underflows: 1e-4 x 1e-4 is 0 in FP16."""
+    params = {"w": jnp.full(2, 1e-4, jnp.float16)}
+    tx = loss_scaled(optax.add_decayed_weights(1e-4), "static")
+    with pytest.warns(UserWarning, match="float16"):
+        state = tx.init(params)
+    updates, _ = tx.update({"w": jnp.zeros(2)}, state, params)
+
+    wanted = np.float32(params["w"][0]) * np.float32(1e-4)
+    np.testing.assert_allclose(updates["w"], wanted, rtol=1e-6)

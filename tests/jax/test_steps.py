@@ -44,6 +44,24 @@ def test_an_applied_step_tells_its_numbers():
     assert "APPLIED" in repr(step)
 
 
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_with_clipping_the_largest_gradient_is_known_where_headroom_needs_it(
+    every, max_norm
+):
+    """In the first 16 steps and in every 5th; `measure_amax` asks for all of them."""
+    tx = loss_scaled(optax.sgd(0.0), max_norm=max_norm, measure_amax=every)
+    update, state, known = jax.jit(tx.update), tx.init(PARAMS), []
+    for _ in range(32):
+        _, state = update(FINE, state, PARAMS, value=jnp.float32(1.0))
+        step = last_step(state)
+        assert step.amax in (None, 1.0 / step.scale)
+        known.append(step.amax is not None)
+
+    wanted = [i < 16 or i % 5 == 0 for i in range(32)]
+    assert known == (wanted if max_norm and not every else [True] * 32)
+
+
 @pytest.mark.parametrize(
     ("losses", "verdict"),
     [

@@ -11,7 +11,7 @@ from buoy._backends.jax import ops
 from buoy._core.policies.policy import Policy
 from buoy._core.ring import UNKNOWN
 from buoy._core.state import Seen
-from buoy._core.step import decide, schedule
+from buoy._core.step import Measurement, decide, schedule
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.carried import check_read
@@ -34,7 +34,12 @@ class Options(NamedTuple):
     max_norm: float | None
     axes: tuple[Any, ...] | None
     history: int
-    measure_amax: bool = False
+    measure_amax: bool = False  # in every step
+
+    @property
+    def wanted(self) -> dict[str, Measurement]:
+        """What is measured for the policy."""
+        return schedule(self.policy.wants, clips=self.max_norm is not None)
 
 
 class _Scales(NamedTuple):
@@ -144,7 +149,9 @@ def _look(
     *,
     branch: bool,
 ) -> Survey:
-    looked = survey(flat, scales.inverse, amax=options.measure_amax, branch=branch)
+    size = options.wanted.get("amax_log2")
+    due = options.measure_amax or (size is not None and size.due(steps))
+    looked = survey(flat, scales.inverse, amax=due, branch=branch)
     wants = options.policy.wants
     measured = measure(flat, scales.lowered, steps, wants, branch=branch)
     return agreed(looked._replace(measured=measured), options.axes)
@@ -158,10 +165,9 @@ def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -
     """
     amax, norm = looked.amax, looked.norm
     finite = jnp.logical_not(jnp.any(looked.bad))
-    clips = options.max_norm is not None
-    if clips:
+    if options.max_norm is not None:
         finite &= jnp.isfinite(norm) & jnp.isfinite(norm * scales.inverse)
-    wanted = schedule(options.policy.wants, clips=clips)
+    wanted = options.wanted
     size = None if amax is None else _log2(amax * scales.lowered)
     if size is not None and "amax_log2" in wanted:
         due = wanted["amax_log2"].due(steps)
@@ -205,7 +211,10 @@ def _inner(
 
 def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:
     """Return the largest unscaled gradient, if it was measured."""
-    return None if looked.amax is None else _no_nan(looked.amax * scales.inverse)
+    if looked.amax is None:
+        return None
+    unscaled = _no_nan(looked.amax * scales.inverse)
+    return jnp.where(jnp.isnan(looked.amax), UNKNOWN, unscaled)
 
 
 def _no_nan(number: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ class Survey(NamedTuple):
 
     bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
     norm: jax.Array  # float32 []
-    amax: jax.Array | None  # float32 []: the largest magnitude, if it was requested
+    amax: jax.Array | None  # float32 []: the largest magnitude; NaN if it is not due
     measured: dict[str, jax.Array]  # float32 [], by `MEASUREMENTS`; NaN if not due
 
 
@@ -33,30 +33,36 @@ def survey(
     leaves: Sequence[Any],
     inverse: jax.Array,
     *,
-    amax: bool,
+    amax: bool | jax.Array,
     branch: bool,
 ) -> Survey:
     """Read every gradient once; `inverse` is 1 / scale.
 
-    With `branch` the second pass runs only if it is needed.
+    `amax`: whether to measure the largest magnitude.  With `branch`, this and the
+    second pass run only if they are needed.
     """
     if not leaves:
         zero = jnp.zeros((), jnp.float32)
-        return Survey(jnp.zeros((0,), jnp.bool_), zero, zero if amax else None, {})
+        size = None if amax is False else zero
+        return Survey(jnp.zeros((0,), jnp.bool_), zero, size, {})
     squares = [total(_squares(leaf)) for leaf in leaves]
     norm = jnp.sqrt(sum(squares[1:], start=squares[0]))
-    sizes = [_largest(leaf) for leaf in leaves] if amax or not branch else None
-    top = None if sizes is None else _top(sizes)
-    fine = jnp.isfinite(norm * inverse)
     if branch:
         bad, norm = jax.lax.cond(
-            fine, _from_norm, _from_elements, leaves, norm, inverse
+            jnp.isfinite(norm * inverse),
+            _from_norm,
+            _from_elements,
+            leaves,
+            norm,
+            inverse,
         )
+        top = None if amax is False else jax.lax.cond(amax, _top_of, _no_top, leaves)
     else:
-        bad = _overflows(sizes or [], inverse)
-        bound = bounded_norm(_top(sizes or []), sum(map(jnp.size, leaves)))
+        sizes = [_largest(leaf) for leaf in leaves]
+        bad, top = _overflows(sizes, inverse), _top(sizes)
+        bound = bounded_norm(top, sum(map(jnp.size, leaves)))
         norm = jnp.where(jnp.isfinite(norm), norm, bound)
-    return Survey(bad, norm, top if amax else None, {})
+    return Survey(bad, norm, None if amax is False else top, {})
 
 
 def _squares(leaf: jax.Array) -> jax.Array:
@@ -80,6 +86,15 @@ def _top(sizes: list[jax.Array]) -> jax.Array:
     return jnp.max(jnp.stack(sizes))
 
 
+def _top_of(leaves: Sequence[Any]) -> jax.Array:
+    return _top([_largest(leaf) for leaf in leaves])
+
+
+def _no_top(leaves: Sequence[Any]) -> jax.Array:
+    del leaves
+    return jnp.full((), jnp.nan, jnp.float32)
+
+
 def _overflows(sizes: list[jax.Array], inverse: jax.Array) -> jax.Array:
     before = jnp.stack(sizes)
     fits = (before <= FLOAT32_MAX) & (before * inverse <= FLOAT32_MAX)
@@ -98,8 +113,7 @@ def _from_elements(
 ) -> tuple[jax.Array, jax.Array]:
     """Return which leaves are not finite, and the norm without squaring overflow."""
     sizes = [_largest(leaf) for leaf in leaves]
-    bad = _overflows(sizes, inverse)
-    top = _top(sizes)
+    bad, top = _overflows(sizes, inverse), _top(sizes)
     unit = jnp.where(top > 0, top, 1.0)
     parts = [
         _squares(_wide(leaf) / unit.astype(real_of(_wide(leaf)))) for leaf in leaves

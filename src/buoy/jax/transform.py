@@ -39,8 +39,8 @@ def loss_scaled(
     inner state does not change.  The policy sets the next scale.  `max_norm` clips by
     the global norm in the same pass.  `axis_name` is needed only inside `shard_map` and
     `pmap`: the devices along it decide together.  `measure_amax` measures the largest
-    gradient of every step, for replay, even if the policy does not need it.  `history`
-    is the number of steps kept for `last_step` and recorders.
+    gradient of every step, for replay, even where the policy does not need it.
+    `history` is the number of steps kept for `last_step` and recorders.
 
     Pass `value=loss` to `update`: some policies use it, and verdicts are more precise.
 
@@ -54,7 +54,7 @@ def loss_scaled(
         Array([-0.5, -0.5], dtype=float32)
     """
     options = _checked(inner, policy, max_norm, axis_name, history)._replace(
-        measure_amax=measure_amax or "amax_log2" in policy_of(policy).wants
+        measure_amax=measure_amax
     )
 
     def init(params: optax.Params) -> LossScaledState:
