@@ -308,6 +308,9 @@ def main() -> None:
         ways = tiny(kind)
         line(f"scale+step+update, 20 x 100, {kind} / torch", 1.0,
              ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
+    ways = with_clipping(parameters(20, 100))
+    line("scale+clip+step+update, 20 x 100, fused / torch", 0.9,
+         ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
     sweep(rounds, chosen.parameters)
 
 

@@ -65,7 +65,7 @@ class PolicyState:
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.bounds = policy, bounds_of(policy)
-        self.vetoes = type(policy).applies is not finite_only
+        self.vetoes = getattr(type(policy), "applies", None) is not finite_only
         self.state: Any = initial(policy)
 
     @property
