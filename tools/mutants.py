@@ -66,7 +66,7 @@ _NORMS = tuple(
         "an_error_gives_what_each_rank_holds",
         "where_nobody_reads_the_error_comes_late",
         "a_group_on_some_ranks_only_is_an_error",
-        "orders_that_differ_are_an_error",
+        "orders_that_differ_are_an_error",  # for every pair of orders
         "a_rank_that_has_nothing_counts_nothing",
         "an_overflow_of_one_rank_is_a_skip_and_no_mismatch[routed-False-inf]",
         "clipping_sends_what_the_documents_say[averaged by hand-1]",

@@ -505,7 +505,7 @@ def grouped_on_some() -> str:
     return "nothing happened"
 
 
-def two_norm_types() -> str:
+def two_norm_types(first: float, second: float) -> str:
     """Clip by another order on one rank."""
     layout = placed("averaged by hand")
     scaler = GradScaler("cpu", 64.0)
@@ -514,7 +514,7 @@ def two_norm_types() -> str:
     optimizer.zero_grad()
     layout.backward(scaler, 0)
     try:
-        scaler.clip_grad_norm_(optimizer, 1.0, 1.0 + dist.get_rank())
+        scaler.clip_grad_norm_(optimizer, 1.0, (first, second)[dist.get_rank()])
     except RankMismatchError as error:
         return str(error)
     return "nothing happened"

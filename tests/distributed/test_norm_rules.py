@@ -147,9 +147,10 @@ def test_a_group_on_some_ranks_only_is_an_error(crew_of):
         assert "`norm_group`" in message
 
 
-def test_orders_that_differ_are_an_error(crew_of):
+@pytest.mark.parametrize("orders", [(1.0, 2.0), (1.0, math.inf)])
+def test_orders_that_differ_are_an_error(orders, crew_of):
     """Their powers cannot be added up."""
-    for message in crew_of(2).run(placements.two_norm_types):
+    for message in crew_of(2).run(placements.two_norm_types, *orders):
         assert "`norm_type`" in message
 
 
