@@ -5,6 +5,7 @@ the same random numbers.  A value that FP32 has and that is zero, or below FP16'
 smallest normal number, in the run as it is, is counted.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -79,7 +80,7 @@ def _run_in_full(step_fn: StepFn, scale: float) -> None:
         raise OptionError(message) from error
 
 
-class _Watcher:
+class _Watcher(ABC):
     """Sees every gradient of a run: the parameters', and those at modules' outputs."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -114,11 +115,13 @@ class _Watcher:
                 whole: Any = base if base.numel() == tensor.numel() else tensor
                 whole.register_hook(partial(self.note_activation, (name, call)))
 
+    @abstractmethod
     def note_parameter(self, name: str, grad: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Keep what is needed of a parameter's gradient."""
 
+    @abstractmethod
     def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Keep what is needed of an activation's gradient, by module and call."""
 
 
 class _Half(_Watcher):
