@@ -63,7 +63,7 @@ class TorchContract(TorchGradScaler):
             return outputs
         if not isinstance(outputs, torch.Tensor):
             return map_nested(self.scale, outputs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return compiled().scale(self, outputs)
         self._note_loss(outputs)
         rule: Any = self._rule
@@ -244,7 +244,7 @@ class TorchContract(TorchGradScaler):
             result = optimizer.step(*args, **kwargs)
             self._log.add_unscaled(optimizer)
             return result
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return compiled().step(self, optimizer)
         work = self._work(optimizer, "step")
         now = self._rule.now()
@@ -338,7 +338,7 @@ class TorchContract(TorchGradScaler):
             self._log.norms.clear()
             self._log.open_gates(None)
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             compiled().update(self)
             return
         if self._options.managed and new_scale is None:

@@ -248,7 +248,7 @@ class GradScaler(TorchContract):
             norm = torch.nn.utils.clip_grad_norm_(some, max_norm, order, error)
             self._log.norms.setdefault(id(optimizer), norm)
             return norm
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             traced: Any = compiled().clip(self, optimizer, max_norm, order, error)
             return traced  # type: ignore[no-any-return]
         work = self._work(optimizer, "clip_grad_norm_")

@@ -135,7 +135,7 @@ def check_and_multiply_(
 
     All gradients are of one dtype and device.
     """
-    if not torch.compiler.is_compiling() and kernel_works(
+    if not torch.compiler.is_dynamo_compiling() and kernel_works(
         grads[0].device, grads[0].dtype
     ):
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
@@ -307,7 +307,7 @@ def host_view(number: torch.Tensor) -> HostView | None:
 def host_count(number: torch.Tensor) -> HostCount | None:
     """Return a view of an int32 number; None if it is not in host memory."""
     plain = type(number) is torch.Tensor and number.dtype is torch.int32
-    if not (plain and number.is_cpu) or torch.compiler.is_compiling():
+    if not (plain and number.is_cpu) or torch.compiler.is_dynamo_compiling():
         return None
     view = HostCount.from_address(number.data_ptr())
     view.storage = number.untyped_storage()
@@ -320,7 +320,7 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.is_cpu
         and tensor.dtype is torch.float32
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_dynamo_compiling()
     )
 
 

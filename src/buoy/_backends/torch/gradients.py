@@ -107,19 +107,19 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 def gather(optimizer: Any) -> Gathered:
     """Collect the gradients of all parameter groups, sorted by device and dtype."""
     params: list[Any] = parameters_of(optimizer)
-    held: list[Any] = [param.grad for param in params]
-    plain = _are_plain(held)
-    if not plain and any(grad is None for grad in held):
+    plain = held = _plain_gradients(params)
+    if held is None:
         params = [param for param in params if param.grad is not None]
+        plain = held = _plain_gradients(params)
+    if held is None:
         held = [param.grad for param in params]
-        plain = _are_plain(held)
     grads = held
     if _DISTRIBUTED and dist.is_initialized():
         grads = [_local_part(param) for param in params]  # replaces partial gradients
         held = [param.grad for param in params]
-    if plain:
+    if plain is not None:
         buckets = [Bucket(held[0].device, _FLOAT, grads)]
-        return Gathered(params, held, grads, buckets, plain=True)
+        return Gathered(params, held, grads, buckets, True)
     grads = list(grads)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad.dtype not in _DENSE_TYPES or grad.layout is not _STRIDED:
@@ -127,17 +127,21 @@ def gather(optimizer: Any) -> Gathered:
     return _sorted(params, grads)
 
 
-def _are_plain(grads: list[Any]) -> bool:
-    """Return whether all are there, and dense float32 on one device."""
-    if not grads or grads[0] is None:
-        return False
-    home, on_cpu = grads[0].device, grads[0].is_cpu
-    for grad in grads:
+def _plain_gradients(params: list[Any]) -> list[Any] | None:
+    """Return the gradients if all are there, dense float32 and on one device."""
+    first = params[0].grad if params else None
+    if first is None:
+        return None
+    home, on_cpu = first.device, first.is_cpu
+    found = []
+    for param in params:
+        grad = param.grad
         if grad is None or grad.dtype is not _FLOAT or grad.layout is not _STRIDED:
-            return False
+            return None
         if not (grad.is_cpu if on_cpu else grad.device == home):
-            return False
-    return True
+            return None
+        found.append(grad)
+    return found
 
 
 def _local_part(param: Any) -> torch.Tensor:

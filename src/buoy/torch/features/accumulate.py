@@ -106,7 +106,7 @@ class _Guarded(Extension):
 
     def _after_forward(self, called: Any, args: Any, output: Any) -> None:  # noqa: ARG002
         """Notice the backward pass of this forward pass."""
-        if torch.compiler.is_compiling() or not self.copies[0]:
+        if torch.compiler.is_dynamo_compiling() or not self.copies[0]:
             return
 
         def notice(_: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class _Guarded(Extension):
 
     def _before_forward(self, called: torch.nn.Module, args: Any) -> None:  # noqa: ARG002
         """Copy the buffers, once per iteration, before a forward pass of training."""
-        training = called.training and not torch.compiler.is_compiling()
+        training = called.training and not torch.compiler.is_dynamo_compiling()
         if training and torch.is_grad_enabled():
             if self._abandoned():
                 self.drop()

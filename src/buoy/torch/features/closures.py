@@ -77,7 +77,7 @@ def step(
 
 def _begin(scaler: Any, optimizer: Any) -> Work:
     """Return the optimizer's work; raise if it cannot step now."""
-    if scaler._options.sync == "never" or torch.compiler.is_compiling():
+    if scaler._options.sync == "never" or torch.compiler.is_dynamo_compiling():
         raise DeviceModeError(_NEEDS_HOST)
     if scaler._hooks.find("spikes") is not None:
         raise CallOrderError(_SPIKES)
