@@ -97,9 +97,10 @@ class Hooks:
         self.extensions = [] if options is None else _default_extensions(options)
         self._scaler = scaler
         self.unclaimed: dict[str, Any] = {}  # loaded, of extensions not attached yet
-        self._collect()
+        self.collect()
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Collect the overridden methods; resumes hooks that were paused."""
         self.by_key = {one.key: one for one in self.extensions}
         for point in Hooks.__annotations__:
             found = tuple(
@@ -115,12 +116,18 @@ class Hooks:
             self._load({extension: extension.state_dict()}, self.unclaimed)
             del self.unclaimed[extension.key]
         self.extensions.insert(0 if first else len(self.extensions), extension)
-        self._collect()
+        self.collect()
 
     def remove(self, extension: Extension) -> None:
         """Detach an extension."""
         self.extensions = [one for one in self.extensions if one is not extension]
-        self._collect()
+        self.collect()
+
+    def pause(self, extension: Extension, point: str) -> None:
+        """Stop calling one hook of an extension until `collect` is called."""
+        hooks: tuple[Any, ...] = getattr(self, point)
+        others = (hook for hook in hooks if hook.func.__self__ is not extension)
+        setattr(self, point, tuple(others))
 
     def find(self, key: str) -> Any:
         """Return the extension with this key; None if there is none."""

@@ -227,14 +227,8 @@ class Scale:
             self.run.update(evidence)
             tensor.copy_(self.run.scale)
             return
-        torch._amp_update_scale_(
-            tensor,
-            tracker,
-            evidence.found,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-        )
+        factors = self.growth_factor, self.backoff_factor, self.growth_interval
+        torch._amp_update_scale_(tensor, tracker, evidence.found, *factors)
         tensor.clamp_(self.low, self.high)
 
     def _move_on_host(

@@ -278,14 +278,8 @@ class Surveyor:
         self, optimizer: Any, gathered: Gathered, survey: Any, order: float
     ) -> Any:
         """Return this rank's contribution to the norm over all ranks."""
-        measured = RankGradients(
-            parameters_of(optimizer),
-            gathered.params,
-            gathered.grads,
-            survey.parts,
-            order,
-            survey.norm,
-        )
+        params = parameters_of(optimizer), gathered.params, gathered.grads
+        measured = RankGradients(*params, survey.parts, order, survey.norm)
         return self.agreement.measure(measured, self.names.model)
 
     def clip(
