@@ -345,6 +345,20 @@ def jump(silent: int | None) -> Any:
     return used
 
 
+def zeros_of_one_rank(policy: str | None, traced: str | None) -> int:
+    """Train with gradients of zero on rank 1 alone; count the steps."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    options: Any = {"on_stuck": "raise", "patience": 4, "trace": traced}
+    scaler = GradScaler("cpu", policy=policy, **options)
+    for _ in range(12):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (1 - dist.get_rank())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler._log.watch.steps
+
+
 def half_losses(silent: int | None) -> Any:
     """Train with tiny FP16 losses; say the scales, and whether every step counted."""
     model = layer()

@@ -317,3 +317,13 @@ def test_a_shared_step_is_not_compiled(crew_of):
     """The compiler would leave the other ranks out; the error says what to do."""
     for message in crew_of(2).run(differ.compiled):
         assert "a step of several ranks" in message
+
+
+@pytest.mark.parametrize("policy", [None, "headroom", "lognormal"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gradients_of_zero_on_one_rank_are_not_stuck(
+    policy, recorded, crew_of, tmp_path
+):
+    """Others have gradients; an error of one rank alone would leave them waiting."""
+    trace = str(tmp_path / "run.jsonl") if recorded else None
+    assert [12, 12] == crew_of(2).run(tasks.zeros_of_one_rank, policy, trace)

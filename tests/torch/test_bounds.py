@@ -215,3 +215,24 @@ def test_a_scale_beyond_a_policys_bounds_is_the_same_for_loss_and_gradients():
     scaler.step(optimizer)
     scaler.update()
     torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("bounds", [{"max_scale": 16.0}, {"min_scale": 128.0}])
+def test_a_scale_that_others_write_beyond_given_bounds_is_brought_back(
+    visible, bounds, monkeypatch
+):
+    """By the next update, on the host as on a device."""
+    if not visible:
+        monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", init_scale=next(iter(bounds.values())), **bounds)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler._scale.fill_(64.0)
+
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert [scaler.get_scale()] == list(bounds.values())

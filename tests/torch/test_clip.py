@@ -756,3 +756,18 @@ def test_the_host_computes_the_clip_factor_as_kernels_do(size, max_norm):
     by_kernels = clip_factor(norm, max_norm, backend.ops())
 
     assert by_kernels.item() == clip_factor_of(norm, max_norm).item()
+
+
+def test_clipping_before_the_backward_pass_leaves_a_step_that_can_be_taken():
+    """A policy that reads the norm gets none: nothing was clipped."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", policy="headroom")
+    loss = scaler.scale(weight.sum())
+
+    assert 0.0 == scaler.clip_grad_norm_(optimizer, 1.0)
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert scaler.last_step.applied

@@ -392,3 +392,40 @@ def test_the_scale_does_not_move_between_an_eager_and_a_compiled_loss():
     scaler.scale(weight.sum())
     scaled(weight)
     assert scaler.get_scale() == before
+
+
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_compiled_norm_of_any_order_is_the_eager_one(order, dtype):
+    """Order 0 counts, which the scale does not change; a complex number has a size."""
+    torch._dynamo.reset()
+    norms = []
+    for mode in ("eager", "compiled"):
+        weight = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=dtype))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler.scale((weight * (2 + 1j * (dtype.is_complex))).abs().sum()).backward()
+
+        def clip(scaler=scaler, optimizer=optimizer):
+            return scaler.clip_grad_norm_(optimizer, 0.1, order)
+
+        traced = torch.compile(clip, fullgraph=True, backend="eager")
+        norms.append((clip if mode == "eager" else traced)().item())
+    assert norms[0] == pytest.approx(norms[1])
+
+
+def test_a_second_clipping_in_a_graph_is_refused():
+    """It would replace the first one."""
+    torch._dynamo.reset()
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu")
+    scaler.scale((weight**2).sum()).backward()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def clip_twice():
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.clip_grad_norm_(optimizer, 5.0)
+
+    with pytest.raises(Exception, match="a second clipping of the same gradients"):
+        clip_twice()

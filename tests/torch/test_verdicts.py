@@ -1,6 +1,7 @@
 """Each verdict, forced with a small network; and the log, one line per episode."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -404,3 +405,19 @@ def test_a_norm_that_overflows_over_finite_gradients_is_no_offender():
     scaler.step(optimizer)
     scaler.update()
     assert scaler.last_step.offenders == ("bad",)
+
+
+def test_the_losses_of_an_abandoned_iteration_do_not_count():
+    """Loading a state begins anew."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    state = scaler.state_dict()
+    scaler.scale(model(torch.full((1, 2), math.nan)).sum())
+
+    scaler.load_state_dict(state)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    model.weight.grad[0, 0] = math.inf
+    scaler.step(optimizer)
+
+    assert Verdict.SCALE_TOO_HIGH is scaler.last_step.verdict

@@ -376,6 +376,7 @@ class TorchContract(TorchGradScaler):
             self._log.end(ended, self._hooks)
         finally:
             iteration.scalings, iteration.deferred = 0, False
+            iteration.losses.clear()
             self._per_optimizer_states = defaultdict(Work)
 
     def state_dict(self) -> dict[str, Any]:
@@ -395,3 +396,4 @@ class TorchContract(TorchGradScaler):
         self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
         # Gradients that were scaled or inspected before this are of another run.
         self._iteration.scalings, self._per_optimizer_states = 0, defaultdict(Work)
+        self._iteration.losses.clear()

@@ -8,7 +8,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, parameters_of
-from buoy._backends.torch.snapshot import OptimizerSnapshot
+from buoy._backends.torch.snapshot import OptimizerSnapshot, zeroed_gradients
 from buoy.torch import errors
 from buoy.torch.iteration import Work
 
@@ -236,8 +236,8 @@ def step_or_restore(
 ) -> Any:
     """Step; keep the result if `found` is 0, restore the old values if it is 1.
 
-    A step that will be undone runs with zero gradients, so that the optimizer's hooks
-    never see non-finite weights.  A step that raises is undone.
+    A step that will be undone runs with zero gradients (sparse ones stay), so that the
+    optimizer's hooks never see non-finite weights.  A step that raises is undone.
     """
     snapshot = OptimizerSnapshot(optimizer)
     snapshot.check_device()
@@ -246,7 +246,7 @@ def step_or_restore(
         result = step(*args, **kwargs)
         snapshot.restore_where(skip)
         return result
-    with _zeroed_gradients(optimizer, skip):
+    with zeroed_gradients(optimizer, skip):
         try:
             result = optimizer.step(*args, **kwargs)
         except BaseException:
@@ -254,17 +254,3 @@ def step_or_restore(
             raise
     snapshot.restore_where(skip)
     return result
-
-
-@contextmanager
-def _zeroed_gradients(optimizer: Any, skip: torch.Tensor) -> Iterator[None]:
-    """Replace the gradients by zeros if `skip` is true."""
-    held = [(param, param.grad) for param in parameters_of(optimizer)]
-    for param, grad in held:
-        if grad is not None and not grad.is_sparse:
-            param.grad = grad.masked_fill(skip.to(grad.device), 0.0)
-    try:
-        yield
-    finally:
-        for param, grad in held:
-            param.grad = grad

@@ -242,7 +242,7 @@ class Scale:
             grown, count = single(before * self.growth_factor), 0
             after = grown if math.isfinite(grown) else before
         clean.value = count
-        if not after == before >= self.low:
+        if not (after == before and self.low <= before <= self.high):
             tensor: Any = self.tensor
             after = single(min(max(after, self.low), self.high))
             tensor.fill_(after)
@@ -272,12 +272,11 @@ class Scale:
         """Continue from this scale; an unusable tensor changes nothing."""
         now, run = self.now(), self.run
         if run is not None and not hasattr(run.policy, "init_scale"):
-            message = (
+            raise OptionError(
                 f"The policy {type(run.policy).__name__} has no scale of its own to "
                 "set, so `update(new_scale)` would change nothing. Choose another "
                 "policy, or leave `new_scale` out."
             )
-            raise OptionError(message)
         if isinstance(value, torch.Tensor):
             given = value.reshape(()).to(now.tensor.dtype)
             usable = (given >= SMALLEST) & (given <= FLOAT32_MAX)
@@ -328,12 +327,11 @@ class Scale:
         if self.run is not None:
             policy: Any = self.run.policy
             if name not in {field.name for field in fields(policy)}:
-                message = (
+                raise OptionError(
                     f"The policy {type(policy).__name__} has no `{name}`, so setting "
                     "it would change nothing. Use `policy=None` for torch's rule, or "
                     "'backoff', which has all three."
                 )
-                raise OptionError(message)
             self.run.policy = replace(policy, **{name: value})
         setattr(self, name, value)
 

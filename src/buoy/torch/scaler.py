@@ -137,13 +137,12 @@ class GradScaler(TorchContract):
         TorchGradScaler.__init__(self, **options.of_torch())
         self._iteration = Iteration()
         self._log = StepLog(names, options.on_stuck, options.patience, agreement)
-        self._hooks = Hooks(self)
+        self._hooks = Hooks(self, options if self._enabled else None)
         if not self._enabled:
             del self._rule  # as in torch, whose numbers do not exist either
             return
         self._init_scale = self._rule.init_scale
         self._per_optimizer_states = defaultdict(Work)
-        self._hooks = Hooks(self, options)
         fp16 = feature("masters").Fp16Parameters(options.fp16_params)
         parts = self._rule, agreement, names, self._hooks, self._iteration, fp16
         self._surveyor = Surveyor(*parts, self._log.watch)

@@ -130,7 +130,6 @@ class StepLog:
                 self.history.append(losses[0])
             elif losses and finite is not False:
                 self.history.append(_largest_loss(ended))
-            losses.clear()
 
     def _note(self, ended: Ended, steps: list[LastStep], *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
@@ -139,6 +138,9 @@ class StepLog:
         if finite or (bad is None and steps):
             one = ended.works[0] if len(ended.works) == 1 else None
             norm, amax = (one.norm, one.amax) if one else _sizes(ended)
+            if amax is not None and self.context.agreement.active:
+                known = all("amax_log2" in work.measured for work in ended.works)
+                amax = amax if known else None  # that of one rank alone
             scale: Any = after
             if not isinstance(after, float):
                 scale = partial(backend.read_one, after)

@@ -177,6 +177,7 @@ class Surveyor:
         shared = {agreed.found.device: agreed.found} if agreed.has_grads else {}
         work.settle, work["found_inf_per_device"] = None, shared
         work.measured = dict(agreed.measured)
+        work.amax = work.measured.get("amax_log2", work.amax)
         return agreed
 
     def settle(self, work: Work) -> None:
@@ -237,12 +238,13 @@ class Surveyor:
 
     def survey_norm(self, work: Work, order: float) -> None:
         """Inspect the scaled gradients once; store norm, flag and multiplier."""
-        now, work.clips = self.rule.now(), order >= 1.0
+        now = self.rule.now()
         gathered = self.gather(work, allow_fp16=unscales(work.optimizer))
         if not gathered.plain:
             gathered = work.gathered = gather_summed(work.optimizer)
         if not (gathered.grads or self.agreement.active):
             return
+        work.clips = order >= 1.0
         self.inspect(work, now.inverse, order)
         survey: Any = work.survey
         flags = {now.device: survey.found} if gathered.grads else {}

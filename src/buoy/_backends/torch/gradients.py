@@ -379,9 +379,7 @@ def check_and_multiply_(
 def multiply_(gathered: Gathered, factor: torch.Tensor) -> None:
     """Multiply every gradient in place; by the root of a float64 factor, twice."""
     for device, dtype, grads in gathered.buckets:
-        times = factor
-        if device != factor.device:
-            times = factor.to(device, non_blocking=True)
+        times = factor.to(device, non_blocking=True)
         if factor.dtype is torch.float64 is not dtype:  # may be below float32's range
             times = times.sqrt().float()
             backend.multiply_(grads, times)

@@ -7,7 +7,8 @@ flag on a device, and restores if it is true, without waiting for it.
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from buoy._backends.torch.gradients import parameters_of
 from buoy._core.errors import DeviceModeError
 
-__all__ = ["BufferSnapshot", "OptimizerSnapshot", "RandomSnapshot"]
+__all__ = ["BufferSnapshot", "OptimizerSnapshot", "RandomSnapshot", "zeroed_gradients"]
 
 # Optimizers of torch whose state before the first step is known; Muon: torch >= 2.9.
 _NAMES = "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop Muon"
@@ -302,3 +303,17 @@ def _accelerators() -> list[Any]:
     if torch.backends.mps.is_available():
         started.append(torch.mps)
     return started
+
+
+@contextmanager
+def zeroed_gradients(optimizer: Any, skip: torch.Tensor) -> Iterator[None]:
+    """Replace the gradients by zeros if `skip` is true; sparse ones stay."""
+    held = [(param, param.grad) for param in parameters_of(optimizer)]
+    for param, grad in held:
+        if grad is not None and not grad.is_sparse:
+            param.grad = grad.masked_fill(skip.to(grad.device), 0.0)
+    try:
+        yield
+    finally:
+        for param, grad in held:
+            param.grad = grad

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy._backends.torch.gradients import Gathered, gather, multiply_, take_survey
+from buoy._backends.torch.gradients import (
+    Gathered,
+    gather,
+    magnitudes,
+    multiply_,
+    take_survey,
+)
 from buoy._backends.torch.measure import MEASURE
 from buoy._core.errors import DeviceModeError
 from buoy._core.step import clip_factor, schedule
@@ -75,6 +81,8 @@ def clip(
             "`error_if_nonfinite=True` must read the norm, which a compiled step "
             "cannot do. Leave it out: a step that overflows is skipped."
         )
+    if any(one.optimizer is optimizer for one in scaler._iteration.compiled_looks):
+        raise _untraced("a second clipping of the same gradients")
     seen = _look(scaler._rule, optimizer, gather(optimizer), order)
     norm: torch.Tensor = seen.norm
     factor = seen.multiplier * clip_factor(norm, max_norm, backend.ops())
@@ -142,7 +150,8 @@ def _look(
     if not gathered.grads:
         raise errors.no_gradients()
     inverse, turn = rule.tensor.reciprocal(), rule.turn + rule.uncounted
-    survey = take_survey(gathered, inverse, order=order, amax=True)
+    whole = gathered if order is None else magnitudes(gathered, order)
+    survey = take_survey(whole, inverse, order=order, amax=True)
     measured: dict[str, Any] = {}
     sizes: dict[str, Any] = {"amax_log2": survey.amax, "norm_log2": survey.norm}
     wanted = schedule(rule.wants, clips=order is not None and order >= 1.0)
@@ -150,7 +159,9 @@ def _look(
         take, due = MEASURE.get(name), one.due(turn)
         value = take(gathered.buckets, inverse.device) if take else sizes[name].float()
         measured[name] = value if due is True else torch.where(due, value, torch.nan)
-    norm = None if survey.norm is None else (survey.norm * inverse).float()
+    norm = survey.norm
+    if norm is not None:
+        norm = (norm * inverse if order else norm).float()  # 0: a count
     return _Look(optimizer, survey.found, inverse, measured, norm)
 
 
@@ -225,7 +236,7 @@ def _refuse(scaler: Any, optimizer: Any) -> None:
 
 def _untraced(what: str) -> DeviceModeError:
     return DeviceModeError(
-        f"torch.compile does not trace {what}. Or leave all of `unscale_`, "
+        f"torch.compile does not trace {what}. Otherwise, leave all of `unscale_`, "
         "`clip_grad_norm_`, `step` and `update` out of the compiled function; the "
         "model may stay in it."
     )
