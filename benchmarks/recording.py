@@ -51,7 +51,7 @@ def stepper(
     loss = torch.ones((), requires_grad=True)
 
     def step(turn: int) -> float:
-        scaler._rule.turn = turn
+        scaler._loss_scale.turn = turn
         scaler.scale(loss)
         start = time.process_time()
         if clip:

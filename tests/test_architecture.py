@@ -5,6 +5,7 @@ Each is a function over a tree of sources, so that each has a test that it can f
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -406,3 +407,43 @@ def test_plain_arguments_are_fine(tmp_path):
 
     assert [] == untyped_records(source) == whole_scalers(source / "torch")
     assert [] == uses_of_locals(source)
+
+
+# --- the map of the code
+
+
+def unknown_names(text: str, source: Path) -> set[str]:
+    """Find names in backticks that are neither files below a source nor words in it."""
+    files = [path.relative_to(source) for path in source.rglob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join((source / x).read_text() for x in files)))
+    paths = {str(path) for path in files}
+    paths |= {f"{path.parent}/" for path in files} | {path.name for path in files}
+    quoted = set(re.findall(r"`([\w./]+)`", text))
+    return {
+        name
+        for name in quoted - paths
+        if not any(path.endswith(f"/{name}") for path in paths)
+        and not set(re.findall(r"\w+", name)) <= words
+    }
+
+
+def test_the_map_names_what_exists():
+    """A newcomer looks for these names."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    _, _, there = text.partition("## A map of the code")
+    there, _, _ = there.partition("## How it is written")
+
+    outside = {"make", "docs/guides/skipped-steps.md", "docs/guides/jax.md"}
+    outside |= {"docs/wrong/index.md"}
+    assert unknown_names(there, SOURCE) <= outside
+
+
+def test_a_name_that_is_gone_is_found(tmp_path):
+    """Of a dotted name every part counts; a path is one of a file or a folder."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "survey.py").write_text("class Surveyor: ...\n")
+    text = (
+        "`Surveyor`, `Surveyor.gone`, `torch/survey.py`, `survey.py`, `torch/`, `Old`"
+    )
+
+    assert {"Surveyor.gone", "Old"} == unknown_names(text, tmp_path)

@@ -74,7 +74,7 @@ def _differ(what: str, kind: str, policy: str | None) -> Any:
         if what == "scale":
             scaler.update(16.0)
         elif what == "turn":
-            scaler._rule.turn += 3
+            scaler._loss_scale.turn += 3
         else:
             scaler.load_state_dict({**state, "_growth_tracker": 7})
     before = [p.detach().clone() for p in model.parameters()]
@@ -83,7 +83,7 @@ def _differ(what: str, kind: str, policy: str | None) -> Any:
     except RankMismatchError as error:
         still = zip(before, model.parameters(), strict=True)
         return str(error), error.held, all(torch.equal(a, b) for a, b in still)
-    return applied, scaler.get_scale(), scaler._rule.turn
+    return applied, scaler.get_scale(), scaler._loss_scale.turn
 
 
 def late(kind: str) -> Any:

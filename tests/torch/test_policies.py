@@ -115,7 +115,7 @@ def test_a_policy_that_gives_up_raises_from_update():
     scaler = GradScaler("cpu", policy=policy)
     with pytest.raises(buoy.ScaleCollapsedError) as caught:
         train(scaler, model, optimizer, ["inf"] * 9)
-    assert scaler._rule.run.state == caught.value.state != policy.init()
+    assert scaler._loss_scale.runner.state == caught.value.state != policy.init()
     optimizer.zero_grad()
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)

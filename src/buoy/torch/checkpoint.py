@@ -16,7 +16,7 @@ from buoy._core.ops import single
 from buoy._core.warn import warn
 from buoy.torch.errors import StateError
 from buoy.torch.hooks import Hooks
-from buoy.torch.policy_state import FLOAT32_MAX, SMALLEST
+from buoy.torch.policy_runner import FLOAT32_MAX, SMALLEST
 from buoy.torch.scale import Scale
 
 __all__ = ["VERSION", "Saved", "checked", "load", "own_state"]
@@ -48,17 +48,17 @@ class Saved(NamedTuple):
     turn: int
 
 
-def own_state(rule: Scale, hooks: Hooks) -> dict[str, Any]:
+def own_state(scale: Scale, hooks: Hooks) -> dict[str, Any]:
     """Return the entry `buoy`, with the state beyond torch's five entries."""
     features = hooks.state_dict()
-    kept = rule.state_dict()
+    kept = scale.state_dict()
     kept |= {key: features.pop(key) for key in _TOP if key in features}
     if features:
         kept["parts"] = features
     return {"buoy": {"version": VERSION, **kept}} if kept else {}
 
 
-def checked(state: Any, rule: Scale) -> Saved:
+def checked(state: Any, loss_scale: Scale) -> Saved:
     """Check a state before anything is loaded; raise an error that names the entry."""
     if not isinstance(state, dict):
         raise StateError(f"A state must be a dict, got {type(state).__name__}.")
@@ -81,8 +81,8 @@ def checked(state: Any, rule: Scale) -> Saved:
     parts = {**parts, **{key: own[key] for key in _TOP if key in own}}
     policy: Any = ("torch's rule", None, 0)
     if {"policy", "state", "turn"} & own.keys():
-        policy = _of_policy(own, rule)
-    return Saved._make([_usable(scale, rule), *others, parts, *policy])
+        policy = _of_policy(own, loss_scale)
+    return Saved._make([_usable(scale, loss_scale), *others, parts, *policy])
 
 
 def _number(state: dict[str, Any], name: str) -> float:
@@ -98,20 +98,21 @@ def _number(state: dict[str, Any], name: str) -> float:
     raise _damaged(name, value)
 
 
-def _of_policy(own: dict[str, Any], rule: Scale) -> tuple[Any, Any, int]:
+def _of_policy(own: dict[str, Any], scale: Scale) -> tuple[Any, Any, int]:
     """Return the policy's name, its state if this scaler can use it, and its turn."""
     for name in ("policy", "state"):
         if not isinstance(own.get(name), dict):
             raise _damaged(name, own.get(name, "missing"))
-    kind, turn, run = own["policy"].get("kind"), own.get("turn", 0), rule.run
+    kind, turn = own["policy"].get("kind"), own.get("turn", 0)
+    runner = scale.runner
     with suppress(BuoyError):  # a class that is not registered
         kind = type(decode(own["policy"])).__name__
     if type(turn) is not int or not 0 <= turn < _MOST:
         raise _damaged("turn", turn)
     state = decode(own["state"])
-    if run is None or kind != type(run.policy).__name__:
+    if runner is None or kind != type(runner.policy).__name__:
         return kind, None, 0
-    usual, found = asdict(run.policy.init()), asdict(state)
+    usual, found = asdict(runner.policy.init()), asdict(state)
     if {k for k in usual if usual[k] is None} != {k for k in found if found[k] is None}:
         return kind, None, 0  # the same policy with other options
     lowest = {"scale": SMALLEST, "clean_steps": 0}
@@ -132,10 +133,10 @@ def _damaged(name: str, value: Any) -> StateError:
     )
 
 
-def _usable(scale: float, rule: Scale) -> float:
+def _usable(scale: float, loss_scale: Scale) -> float:
     """Replace a saved scale that cannot be used, with a warning."""
-    low, high = rule.low, rule.high
-    if not rule.bounds_given:
+    low, high = loss_scale.low, loss_scale.high
+    if not loss_scale.bounds_given:
         low = min(low, scale) if scale >= SMALLEST else low
         high = FLOAT32_MAX
     start = scale if 0.0 <= scale < math.inf else _DEFAULT_SCALE
@@ -149,26 +150,26 @@ def _usable(scale: float, rule: Scale) -> float:
     return start
 
 
-def load(saved: Saved, rule: Scale, hooks: Hooks) -> None:
+def load(saved: Saved, scale: Scale, hooks: Hooks) -> None:
     """Restore a state; without the entry `buoy`, only the scale."""
     hooks.load_state_dict(saved.parts)  # first: it may raise
-    rule.growth_factor, rule.backoff_factor, rule.growth_interval = saved[1:4]
-    run, state = rule.run, saved.state
-    name = "torch's rule" if run is None else type(run.policy).__name__
-    if state is None and (run is not None or saved.policy != name):
+    scale.growth_factor, scale.backoff_factor, scale.growth_interval = saved[1:4]
+    runner, state = scale.runner, saved.state
+    name = "torch's rule" if runner is None else type(runner.policy).__name__
+    if state is None and (runner is not None or saved.policy != name):
         also = " with other options" if saved.policy == name else ""
         warn(
             f"The loaded state is from policy {saved.policy!r}{also}, this scaler uses "
             f"{name!r}: only the scale was loaded.",
             BuoyWarning,
         )
-    if run is None:
-        rule.load(saved.scale, saved.clean_steps)
+    if runner is None:
+        scale.load(saved.scale, saved.clean_steps)
         return
     if state is not None:
-        rule.count_from(saved.turn)
+        scale.count_from(saved.turn)
     else:
-        state = run.started(single(saved.scale))
+        state = runner.started(single(saved.scale))
         if hasattr(state, "clean_steps"):
             state = replace(state, clean_steps=saved.clean_steps)
-    rule.restore(state)
+    scale.restore(state)

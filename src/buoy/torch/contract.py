@@ -33,8 +33,8 @@ __all__ = ["TorchContract", "TorchGradScaler"]
 def _view(name: str) -> Any:
     """Make a property, under torch's name, for an attribute of `Scale`."""
     return property(
-        lambda self: getattr(self._rule, name),
-        lambda self, value: setattr(self._rule, name, value),
+        lambda self: getattr(self._loss_scale, name),
+        lambda self, value: setattr(self._loss_scale, name, value),
     )
 
 
@@ -42,7 +42,7 @@ class TorchContract(TorchGradScaler):
     """The interface of `torch.amp.GradScaler`, with Buoy's implementation."""
 
     _options: Options
-    _rule: Scale  # the scale, and the rule that moves it
+    _loss_scale: Scale  # the scale, and the policy that changes it
     _names: Names
     _agreement: Agreement  # the ranks that share one scale
     _iteration: Iteration
@@ -66,8 +66,8 @@ class TorchContract(TorchGradScaler):
         if torch.compiler.is_dynamo_compiling():
             return compiled().scale(self, outputs)
         self._note_loss(outputs)
-        rule: Any = self._rule
-        scale = rule.tensor if rule.run is None else rule.now().tensor
+        own: Any = self._loss_scale
+        scale = own.tensor if own.runner is None else own.now().tensor
         if scale.device != outputs.device:
             scale = scale.to(device=outputs.device, non_blocking=True)
         scaled = outputs * scale
@@ -77,42 +77,42 @@ class TorchContract(TorchGradScaler):
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss, and show the first one of an iteration to the policy."""
-        rule, iteration = self._rule, self._iteration
+        scale, iteration = self._loss_scale, self._iteration
         if iteration.deferred:
             self._flush()
         iteration.scalings, iteration.assumed = iteration.scalings + 1, False
         iteration.scaled = True
-        if rule.tensor is None:
+        if scale.tensor is None:
             self._lazy_init_scale_growth_tracker(loss.device)
         for work in self._per_optimizer_states.values():
             if work.freshness is not None:
                 work.freshness.expect_backward()
         if loss.dtype is torch.float16:
-            rule.half = True
+            scale.fp16_loss = True
         if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
             iteration.losses.append(noted)
-            if rule.wants and iteration.scalings == 1:  # later the scale is in use
+            if scale.wants and iteration.scalings == 1:  # later it must not change
                 self._surveyor.foresee(loss)
 
     def _check_scale_growth_tracker(
         self, funcname: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rule = self._rule
-        if rule.tensor is None and self._agreement.active:
+        scale = self._loss_scale
+        if scale.tensor is None and self._agreement.active:
             # A pipeline stage or a rank without a loss needs only the scale.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
             self._iteration.assumed = True
-        if rule.tensor is None:
+        if scale.tensor is None:
             raise errors.before_scale(funcname)
-        if rule.tracker is None:
+        if scale.tracker is None:
             raise errors.before_scale(funcname, "_growth_tracker")
-        return rule.tensor, rule.tracker
+        return scale.tensor, scale.tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._rule.tracker is not None:
+        if self._loss_scale.tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
         self._surveyor.introduce()
-        self._rule.place(dev, self._init_scale, self._init_growth_tracker)
+        self._loss_scale.place(dev, self._init_scale, self._init_growth_tracker)
         backend.self_test(torch.device(dev))
 
     def get_scale(self) -> float:
@@ -126,7 +126,7 @@ class TorchContract(TorchGradScaler):
             self._end_iteration()
 
     def _get_growth_tracker(self) -> int:
-        if self._enabled and (count := self._rule.clean_steps) is not None:
+        if self._enabled and (count := self._loss_scale.clean_steps) is not None:
             return count
         return super()._get_growth_tracker()
 
@@ -145,7 +145,7 @@ class TorchContract(TorchGradScaler):
     def _configure(self, name: str, value: Any) -> None:
         if self._enabled:
             check_factor(name, value)
-            self._rule.configure(name, value)
+            self._loss_scale.configure(name, value)
 
     def _work(self, optimizer: Any, method: str) -> Work:
         """Return an optimizer's work; raise if `method` may not be called on it now.
@@ -153,7 +153,7 @@ class TorchContract(TorchGradScaler):
         Every path to an update calls this.  It checks that the gradients are still
         those that were inspected.
         """
-        if self._rule.tensor is None:
+        if self._loss_scale.tensor is None:
             self._check_scale_growth_tracker(method)
         if self._iteration.compiled_looks:
             raise compiled().clipped_only()
@@ -174,7 +174,7 @@ class TorchContract(TorchGradScaler):
         work = self._work(optimizer, "unscale_")
         if work["stage"] is OptState.UNSCALED:
             raise errors.unscale_twice()
-        self._unscale(work, self._rule.now())
+        self._unscale(work, self._loss_scale.now())
         self._surveyor.note_unscaled(work)
         work.freshness = work.freshness or Freshness(optimizer, gather(optimizer))
         if self._iteration.scalings > 1:  # the backward pass of one may come later
@@ -202,15 +202,15 @@ class TorchContract(TorchGradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Check and multiply the gradients; return a flag per device."""
         work = self._per_optimizer_states.get(id(optimizer)) or Work()
-        work.optimizer, rule = optimizer, self._rule
+        work.optimizer, scale = optimizer, self._loss_scale
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # `NoGrad`, without its two calls
         try:
             gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
-            measures = rule.wants or self._hooks.looked or self._surveyor.is_sampled()
-            if measures and rule.tensor is not None:
+            measures = scale.wants or self._hooks.looked or self._surveyor.zeros_due()
+            if measures and scale.tensor is not None:
                 self._surveyor.inspect(work, inv_scale.reshape(()), None)
-            safe = rule.is_safe(inv_scale)
+            safe = scale.is_safe(inv_scale)
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
         finally:
             torch._C._set_grad_enabled(recording)
@@ -247,7 +247,7 @@ class TorchContract(TorchGradScaler):
         if torch.compiler.is_dynamo_compiling():
             return compiled().step(self, optimizer)
         work = self._work(optimizer, "step")
-        now = self._rule.now()
+        now = self._loss_scale.now()
         for hook in self._hooks.before_step:
             hook(work)
         if not self._iteration.scalings:
@@ -279,14 +279,14 @@ class TorchContract(TorchGradScaler):
     ) -> Any:
         """Step or skip an optimizer that does not take `found_inf`."""
         work: Any = optimizer_state
-        home: Any = self._rule.tensor
+        home: Any = self._loss_scale.tensor
         found = work.found = combined(work["found_inf_per_device"], home.device)
         if found is None:
             return None
         if self._options.sync == "never":
             with self._surveyor.fp16.stepping(optimizer):
                 return optimizers.step_or_restore(optimizer, found, args, kwargs)
-        work.finite = optimizers.read_found_inf(work, found)
+        work.finite = optimizers.read_finite(work, found)
         return optimizer.step(*args, **kwargs) if work.finite else None
 
     def _step_with_found_inf(
@@ -313,7 +313,7 @@ class TorchContract(TorchGradScaler):
     def _no_gradients(self, work: Work) -> Exception:
         """Log a step that cannot be taken; return the error that names the cause."""
         stage = work["stage"]
-        self._conclude_step(work, self._rule.now()).judged(Verdict.NO_GRADS)
+        self._conclude_step(work, self._loss_scale.now()).judged(Verdict.NO_GRADS)
         work["stage"], work.outcome = stage, None
         hints: Any = self._hooks.by_key["hints"]
         return errors.no_gradients(hints.why_no_gradients(work.optimizer))
@@ -358,21 +358,21 @@ class TorchContract(TorchGradScaler):
 
     def _update(self, new_scale: Any = None, *, idle: bool = False) -> None:
         """Update this scale only, and end its iteration; `idle`: needs no step."""
-        rule, iteration = self._rule, self._iteration
-        if rule.tensor is None:
+        scale, iteration = self._loss_scale, self._iteration
+        if scale.tensor is None:
             self._check_scale_growth_tracker("update")
         works = list(self._per_optimizer_states.values())
-        now, evidence = rule.now(), None
+        now, evidence = scale.now(), None
         if new_scale is None:
             evidence = evidence_of(works, now.device)
             if evidence is None and not idle:
                 raise errors.nothing_recorded()
         else:
-            check_new_scale(new_scale, self._device, rule)
-            rule.set(new_scale)
+            check_new_scale(new_scale, self._device, scale)
+            scale.set(new_scale)
         try:
-            scales, turn = (now.copy, rule.move(evidence, now).copy), rule.turn - 1
-            ended = Ended(works, evidence, iteration, turn, scales, now.device)
+            both, turn = (now.copy, scale.move(evidence, now).copy), scale.turn - 1
+            ended = Ended(works, evidence, iteration, turn, both, now.device)
             self._log.end(ended, self._hooks)
         finally:
             iteration.scalings, iteration.deferred = 0, False
@@ -384,15 +384,15 @@ class TorchContract(TorchGradScaler):
         if not self._enabled:
             return {}
         state = super().state_dict()  # first: it carries out a deferred update
-        return {**state, **checkpoint.own_state(self._rule, self._hooks)}
+        return {**state, **checkpoint.own_state(self._loss_scale, self._hooks)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state of this class or of `torch.amp.GradScaler`."""
         if not self._enabled:
             return
         self._flush()
-        state = checkpoint.checked(state_dict, self._rule)
-        checkpoint.load(state, self._rule, self._hooks)
+        state = checkpoint.checked(state_dict, self._loss_scale)
+        checkpoint.load(state, self._loss_scale, self._hooks)
         self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
         # Gradients that were scaled or inspected before this are of another run.
         self._iteration.scalings, self._per_optimizer_states = 0, defaultdict(Work)

@@ -38,7 +38,7 @@ class Extension:
         scale: 4.0
     """
 
-    key = ""  # of its state in a checkpoint; empty: no state
+    key = ""  # its name, also that of its state in a checkpoint; empty: no state
 
     def loss_scaled(
         self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
@@ -49,7 +49,7 @@ class Extension:
         """Called before the gradients of `work.optimizer` are inspected."""
 
     def looked(self, scaler: Any, work: Any) -> None:
-        """Called after that; they are still scaled: see `work.gathered`."""
+        """Called after inspection; `work.gathered` is still scaled."""
 
     def norm_taken(self, scaler: Any, work: Any) -> None:
         """Called with the norm over all ranks: see `work.norm`, `work.multiplier`."""
@@ -174,7 +174,7 @@ def is_foreign(method: Any) -> bool:
 
 
 def compiled() -> ModuleType:
-    """Import `features.compiled` by a statement: torch.compile traces nothing else."""
+    """Import `features.compiled`; torch.compile cannot trace `import_module`."""
     from buoy.torch.features import compiled as module  # noqa: PLC0415
 
     return module

@@ -16,13 +16,13 @@ from buoy._backends.torch.gradients import (
     Survey,
     first_gradient,
     parameters_of,
-    raise_flags,
+    recheck,
     same_parameters,
 )
 from buoy._backends.torch.graph import graph_nodes
 from buoy._core.step import MEASUREMENTS
 from buoy.torch import errors
-from buoy.torch.policy_state import Evidence
+from buoy.torch.policy_runner import Evidence
 
 if TYPE_CHECKING:
     from buoy.torch.distributed import Agreed
@@ -99,12 +99,12 @@ class Work(dict[str, Any]):
                 raise errors.changed(method)
             elif method == "step" and self.freshness.nodes != graph_nodes():
                 # A loss that was not scaled may have added to the gradients.
-                raise_flags(self.optimizer, self.get("found_inf_per_device", {}))
+                recheck(self.optimizer, self.get("found_inf_per_device", {}))
 
     def _is_alias_in(self, works: Collection["Work"]) -> bool:
         """Return whether another optimizer's work has inspected one of its gradients.
 
-        Gradients of a step are other ones once they were cleared.
+        After `zero_grad`, the gradients of a finished step do not count.
         """
         if self.gathered is not None:
             return False
@@ -117,7 +117,7 @@ class Work(dict[str, Any]):
         )
 
     def first_gradient(self) -> tuple[Any, int] | None:
-        """Return one gradient and its version: a new backward pass changes it, too."""
+        """Return a weak reference to one gradient, and its version, to detect edits."""
         params = () if self.gathered is None else self.gathered.params
         found = params[0].grad if params else None
         found = first_gradient(self.optimizer) if found is None else found
@@ -188,7 +188,7 @@ def _notice(freshness: "weakref.ref[Freshness]", _: torch.Tensor) -> None:
 
 
 class Iteration:
-    """The losses and counters of a scaler since the last update."""
+    """The losses and counters of a scaler's current iteration."""
 
     def __init__(self) -> None:
         self.losses: deque[float | torch.Tensor] = deque(maxlen=_LOSSES)

@@ -1,7 +1,7 @@
 """The three ways to apply or skip a step.
 
 * `step_with_found_inf`: the optimizer takes `grad_scale` and `found_inf`, and decides.
-* `read_found_inf`: the host reads the flag once, and steps or does not.
+* `read_finite`: the host reads the flag once, and steps or does not.
 * `step_or_restore`: no host read; the step is computed, and if it must be skipped,
   everything that it changed is restored on the device.
 """
@@ -33,7 +33,7 @@ class Recipients(NamedTuple):
     """The optimizers that read `grad_scale` and `found_inf`."""
 
     found: tuple[Any, ...]  # empty: attributes set on the wrapper would never be read
-    sure: bool  # each unscales its own gradients, once; else pass them unscaled
+    sure: bool  # each gradient is divided exactly once; else unscale before the step
 
 
 def unscales(optimizer: Any) -> bool:
@@ -151,7 +151,7 @@ def step_with_found_inf(
     seen = None if found is None else backend.host_value(found)
     work.finite = None if seen is None else not seen
     if ask and found is not None:
-        work.finite = read_found_inf(work, found)
+        work.finite = read_finite(work, found)
         if not work.finite:
             return None
     if work.multiplier is not None:
@@ -208,8 +208,11 @@ def _begins_dampened(optimizer: Any) -> bool:
 # -- the host decides ------------------------------------------------------------------
 
 
-def read_found_inf(work: Work, found: torch.Tensor) -> bool:
-    """Read the flag and the measurements from the device in one transfer."""
+def read_finite(work: Work, found: torch.Tensor) -> bool:
+    """Return whether all gradients are finite; read all numbers in one transfer.
+
+    Raises if it shows that ranks differ.
+    """
     more = work.measured or work.differs is not None
     if not more or backend.in_host_memory(found):
         return not found.item()

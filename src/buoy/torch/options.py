@@ -14,7 +14,7 @@ from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as make_policy
 from buoy._core.spikes import SpikeGuard
 from buoy._core.watch import PATIENCE, OnStuck
-from buoy.torch.policy_state import FLOAT32_MAX, SMALLEST
+from buoy.torch.policy_runner import FLOAT32_MAX, SMALLEST
 from buoy.torch.scale import Scale
 
 Fp16Params = Literal["error", "master"]

@@ -94,7 +94,7 @@ class LastStep:
     def applied(self) -> bool:
         """Whether the weights were updated."""
         if self._applied is None:
-            self._applied = self.found is None or not self.found.item()
+            self._applied = not self.found.item()  # type: ignore[union-attr]
         return self._applied
 
     @property

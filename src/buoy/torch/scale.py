@@ -1,7 +1,7 @@
 """One scale: its tensor, the value if the host has it, and the rule that moves it.
 
 Torch's own rule runs on plain numbers if the host has them (the tensors are then
-filled), else by torch's kernel on the device.  Other policies run in `policy_state`.
+filled), else by torch's kernel on the device.  A `PolicyRunner` runs others.
 """
 
 import math
@@ -17,12 +17,12 @@ from buoy._core.ops import single
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
-from buoy.torch.policy_state import (
+from buoy.torch.policy_runner import (
     FLOAT32_MAX,
     MIN_SCALE,
     SMALLEST,
     Evidence,
-    PolicyState,
+    PolicyRunner,
 )
 
 __all__ = ["Now", "Scale"]
@@ -44,7 +44,7 @@ class Now(NamedTuple):
 class Scale:
     """The scale of one scaler; independent of optimizers and gradients.
 
-    `run` is the policy with its state; None for torch's rule, whose numbers are
+    `runner` is the policy with its state; None for torch's rule, whose numbers are
     attributes here.
     """
 
@@ -60,39 +60,39 @@ class Scale:
         self.bounds_given = policy is None and bounds != (None, None)
         self.low = MIN_SCALE if bounds[0] is None else bounds[0]
         self.high = FLOAT32_MAX if bounds[1] is None else bounds[1]
-        self.run = None if policy is None else PolicyState(policy)
+        self.runner = None if policy is None else PolicyRunner(policy)
         self.wants: frozenset[str] = frozenset() if policy is None else policy.wants
-        if self.run is not None:
-            self.low, self.high = self.run.bounds[:2]
-            self.init_scale = float(self.run.state.scale)
+        if self.runner is not None:
+            self.low, self.high = self.runner.bounds[:2]
+            self.init_scale = float(self.runner.state.scale)
         self.tensor: torch.Tensor | None = None  # float32 []
         self.tracker: torch.Tensor | None = None  # int32 []: torch's growth tracker
         self.turn = 0  # updates so far
         # int32 []: updates by compiled graphs, which must not depend on `turn`'s value
-        self.uncounted: torch.Tensor | None = None
+        self.compiled_updates: torch.Tensor | None = None
         self.foreseen = False  # the policy has seen this iteration's loss
-        self.half = False  # there was an FP16 loss
+        self.fp16_loss = False  # there was an FP16 loss
         self._now: Now | None = None
         self._view: backend.HostView | None = None  # collectives keep `_version`
         self._clean: backend.HostCount | None = None  # the tracker's value
-        self.admit(init_scale)
+        self.widen_bounds(init_scale)
 
     def place(self, device: torch.device, init_scale: float, count: int) -> None:
         """Create the tensors on first use."""
         with torch.inference_mode(mode=False):  # inference tensors are read-only
             self.make_tensors(device, init_scale, count)
         tensor: Any = self.tensor
-        run, value = self.run, single(init_scale)
-        if run is not None and value != run.scale and not run.on_device:
-            run.start(init_scale)
-            tensor.fill_(run.scale)
+        runner, value = self.runner, single(init_scale)
+        if runner is not None and value != runner.scale and not runner.on_device:
+            runner.start(init_scale)
+            tensor.fill_(runner.scale)
         self._note(value)
 
     def make_tensors(self, device: torch.device, init_scale: float, count: int) -> None:
         """Create only the tensors: all that a compiled graph needs."""
         self.tensor = torch.full((), init_scale, dtype=torch.float32, device=device)
         self.tracker = torch.full((), count, dtype=torch.int32, device=device)
-        self.uncounted = torch.zeros((), dtype=torch.int32, device=device)
+        self.compiled_updates = torch.zeros((), dtype=torch.int32, device=device)
 
     # -- reading -----------------------------------------------------------------------
 
@@ -120,26 +120,26 @@ class Scale:
         compiled = self._compiled_turns()
         if compiled:
             self.count_from(self.turn + compiled)
-        if compiled and self.run is not None and self.run.on_device:
+        if compiled and self.runner is not None and self.runner.on_device:
             return self._note(None)
         if not backend.in_host_memory(tensor):
-            if self.run is not None and not self.run.on_device:
-                self.run.start_on_device(tensor)
+            if self.runner is not None and not self.runner.on_device:
+                self.runner.start_on_device(tensor)
             return self._note(None)
         value = backend.read_host_memory(tensor)
-        if self.run is not None and value != self.run.scale:
+        if self.runner is not None and value != self.runner.scale:
             if not SMALLEST <= value <= FLOAT32_MAX:
                 return self._note(None)  # this step is skipped
-            self.run.start(value)
-            tensor.fill_(self.run.scale)
+            self.runner.start(value)
+            tensor.fill_(self.runner.scale)
         return self._note(value)
 
     def _note(self, value: float | None) -> Now:
         """Cache the values of the tensors; `value` None: only the device has both."""
         tensor: Any = self.tensor
         tracker: Any = self.tracker
-        if self.run is not None and value is not None:
-            own = self.run.scale
+        if self.runner is not None and value is not None:
+            own = self.runner.scale
             value = own if isinstance(own, float) else None
         self._view = None if value is None else backend.host_view(tensor)
         self._clean, self._seen = backend.host_count(tracker), tracker
@@ -153,19 +153,19 @@ class Scale:
     def count_from(self, turn: int) -> None:
         """Set the number of updates, including those of compiled graphs."""
         self.turn = turn
-        if self.uncounted is not None and self.uncounted._version:
-            self.uncounted = torch.zeros_like(self.uncounted)
+        if self.compiled_updates is not None and self.compiled_updates._version:
+            self.compiled_updates = torch.zeros_like(self.compiled_updates)
 
     def _compiled_turns(self) -> int:
         """Return the number of updates by compiled graphs; reads if there were any."""
-        counter = self.uncounted
+        counter = self.compiled_updates
         return int(counter.item()) if counter is not None and counter._version else 0
 
     @property
     def policy(self) -> Policy:
         """The rule as a policy object."""
-        if self.run is not None:
-            return self.run.policy
+        if self.runner is not None:
+            return self.runner.policy
         interval = self.growth_interval
         return PeerBackoff(
             init_scale=self.init_scale,
@@ -182,9 +182,9 @@ class Scale:
     @property
     def clean_steps(self) -> int | None:
         """The policy's count of finite steps; None for torch's rule: see `tracker`."""
-        if self.run is None:
+        if self.runner is None:
             return None
-        count = getattr(self.run.state, "clean_steps", 0)
+        count = getattr(self.runner.state, "clean_steps", 0)
         return int(count.item() if isinstance(count, torch.Tensor) else count)
 
     # -- moving ------------------------------------------------------------------------
@@ -192,9 +192,9 @@ class Scale:
     def foresee(self, loss: torch.Tensor) -> None:
         """Pass this iteration's first loss to the policy before it is scaled."""
         self.foreseen = True
-        if self.run is not None:
+        if self.runner is not None:
             now = self.now()
-            self.run.foresee(loss, now.device, half=self.half)
+            self.runner.foresee(loss, now.device, half=self.fp16_loss)
             self._write()
 
     def move(self, evidence: Evidence | None, now: Now) -> Now:
@@ -203,11 +203,11 @@ class Scale:
         self.foreseen = False
         if evidence is None:
             return self.now()
-        if self.run is not None:
-            if self.run.on_device:
-                self.run.follow(now.tensor)
+        if self.runner is not None:
+            if self.runner.on_device:
+                self.runner.follow(now.tensor)
             try:
-                self.run.update(evidence)
+                self.runner.update(evidence)
             finally:
                 self._write()
         elif evidence.finite is None or now.value is None or self._clean is None:
@@ -221,11 +221,11 @@ class Scale:
         """Update the scale without a host read, also inside a compiled graph."""
         tensor: Any = self.tensor
         tracker: Any = self.tracker
-        if self.run is not None:
-            self.run.lift(tensor.device)
-            self.run.follow(tensor)
-            self.run.update(evidence)
-            tensor.copy_(self.run.scale)
+        if self.runner is not None:
+            self.runner.lift(tensor.device)
+            self.runner.follow(tensor)
+            self.runner.update(evidence)
+            tensor.copy_(self.runner.scale)
             return
         factors = self.growth_factor, self.backoff_factor, self.growth_interval
         torch._amp_update_scale_(tensor, tracker, evidence.found, *factors)
@@ -250,10 +250,10 @@ class Scale:
 
     def _write(self) -> None:
         """Write the policy's scale to the tensor."""
-        tensor, now, run = self.tensor, self._now, self.run
-        if tensor is None or run is None:
+        tensor, now, runner = self.tensor, self._now, self.runner
+        if tensor is None or runner is None:
             return
-        scale = run.scale
+        scale = runner.scale
         if isinstance(scale, torch.Tensor):
             tensor.copy_(scale)
             self._note(None)
@@ -263,17 +263,17 @@ class Scale:
 
     # -- setting -----------------------------------------------------------------------
 
-    def admit(self, value: float) -> None:
+    def widen_bounds(self, value: float) -> None:
         """Widen default bounds to include a scale that was set by hand."""
         if not self.bounds_given:
             self.low, self.high = min(self.low, value), max(self.high, value)
 
     def set(self, value: float | torch.Tensor) -> None:
         """Continue from this scale; an unusable tensor changes nothing."""
-        now, run = self.now(), self.run
-        if run is not None and not hasattr(run.policy, "init_scale"):
+        now, runner = self.now(), self.runner
+        if runner is not None and not hasattr(runner.policy, "init_scale"):
             raise OptionError(
-                f"The policy {type(run.policy).__name__} has no scale of its own to "
+                f"The policy {type(runner.policy).__name__} has no scale of its own to "
                 "set, so `update(new_scale)` would change nothing. Choose another "
                 "policy, or leave `new_scale` out."
             )
@@ -281,41 +281,41 @@ class Scale:
             given = value.reshape(()).to(now.tensor.dtype)
             usable = (given >= SMALLEST) & (given <= FLOAT32_MAX)
             given = torch.where(usable, given, now.tensor)
-            if run is None:
+            if runner is None:
                 now.tensor.copy_(given.clamp(self.low, self.high))
                 return
-            if not backend.in_host_memory(given) or run.on_device:
-                run.start_on_device(given)
+            if not backend.in_host_memory(given) or runner.on_device:
+                runner.start_on_device(given)
                 self._write()
                 return
             value = backend.read([given])[0]
-        if run is not None:
-            run.start(float(value))
+        if runner is not None:
+            runner.start(float(value))
             self._write()
         else:
-            self.admit(float(value))
+            self.widen_bounds(float(value))
             now.tensor.fill_(float(value))
             self._note(None if now.value is None else single(value))
 
     def override(self, value: float) -> None:
         """Set the scale within an iteration; keep the rest of the policy's state."""
-        if self.run is None:
+        if self.runner is None:
             self.set(min(max(value, self.low), self.high))
         elif self.tensor is not None:
-            self.run.replace_scale(value)
+            self.runner.replace_scale(value)
             self._write()
 
     def restore(self, state: Any) -> None:
         """Restore a policy from a saved state of plain numbers."""
-        if self.run is None:
+        if self.runner is None:
             return
-        self.run.state, self.foreseen = state, False
+        self.runner.state, self.foreseen = state, False
         self._now = None
         self._write()
 
     def load(self, scale: float, count: int) -> None:
         """Restore torch's rule from a saved scale and count."""
-        self.admit(scale)
+        self.widen_bounds(scale)
         tracker: Any = self.tracker
         if self.tensor is not None:
             self.tensor.fill_(scale)
@@ -324,20 +324,21 @@ class Scale:
 
     def configure(self, name: str, value: Any) -> None:
         """Change one of torch's three numbers, here and in the policy."""
-        if self.run is not None:
-            policy: Any = self.run.policy
+        if self.runner is not None:
+            policy: Any = self.runner.policy
             if name not in {field.name for field in fields(policy)}:
                 raise OptionError(
                     f"The policy {type(policy).__name__} has no `{name}`, so setting "
                     "it would change nothing. Use `policy=None` for torch's rule, or "
                     "'backoff', which has all three."
                 )
-            self.run.policy = replace(policy, **{name: value})
+            self.runner.policy = replace(policy, **{name: value})
         setattr(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state beyond torch's five entries; empty for torch's rule."""
-        if self.run is None:
+        runner = self.runner
+        if runner is None:
             return {}
-        kept = {"policy": encode(self.run.policy), "state": encode(self.run.state)}
+        kept = {"policy": encode(runner.policy), "state": encode(runner.state)}
         return {**kept, "turn": self.turn + self._compiled_turns()}

@@ -133,18 +133,18 @@ class GradScaler(TorchContract):
     def _assemble(self, options: Options, names: Names, agreement: Agreement) -> None:
         """Create every attribute; also for copies, scale groups and pickles."""
         self._options, self._names, self._agreement = options, names, agreement
-        self._rule = options.scale()
+        self._loss_scale = options.scale()
         TorchGradScaler.__init__(self, **options.of_torch())
         self._iteration = Iteration()
         self._log = StepLog(names, options.on_stuck, options.patience, agreement)
         self._hooks = Hooks(self, options if self._enabled else None)
         if not self._enabled:
-            del self._rule  # as in torch, whose numbers do not exist either
+            del self._loss_scale  # as in torch, whose numbers do not exist either
             return
-        self._init_scale = self._rule.init_scale
+        self._init_scale = self._loss_scale.init_scale
         self._per_optimizer_states = defaultdict(Work)
         fp16 = feature("masters").Fp16Parameters(options.fp16_params)
-        parts = self._rule, agreement, names, self._hooks, self._iteration, fp16
+        parts = self._loss_scale, agreement, names, self._hooks, self._iteration, fp16
         self._surveyor = Surveyor(*parts, self._log.watch)
         if options.device == "cpu":
             backend.self_test(torch.device("cpu"))
@@ -207,7 +207,7 @@ class GradScaler(TorchContract):
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = function(*args, **kwargs)
             self._note_loss(loss)
-            return scale_gradient(loss, self._rule.now().tensor.to(loss.device))
+            return scale_gradient(loss, self._loss_scale.now().tensor.to(loss.device))
 
         return wrapped
 
@@ -248,8 +248,7 @@ class GradScaler(TorchContract):
             self._log.norms.setdefault(id(optimizer), norm)
             return norm
         if torch.compiler.is_dynamo_compiling():
-            traced: Any = compiled().clip(self, optimizer, max_norm, order, error)
-            return traced  # type: ignore[no-any-return]
+            return compiled().clip(self, optimizer, max_norm, order, error)  # type: ignore[no-any-return]
         work = self._work(optimizer, "clip_grad_norm_")
         ready = work["stage"] is OptState.READY
         if ready and (is_foreign(self._unscale_grads_) or is_foreign(self.unscale_)):
@@ -299,7 +298,7 @@ class GradScaler(TorchContract):
     @property
     def policy(self) -> Policy:
         """The policy that moves the scale."""
-        return self._rule.policy if self._enabled else NoScaling()
+        return self._loss_scale.policy if self._enabled else NoScaling()
 
     @property
     def trace(self) -> "Recorder | None":

@@ -24,7 +24,7 @@ from buoy.torch.distributed import Agreement, late_error
 from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Iteration, Work
 from buoy.torch.outcome import Context, LastStep
-from buoy.torch.policy_state import Evidence
+from buoy.torch.policy_runner import Evidence
 
 if TYPE_CHECKING:
     from buoy.torch.gates import Gate
@@ -107,7 +107,7 @@ class StepLog:
                 for hook in hooks.concluded:
                     hook(ended.works)
             finally:
-                if self.gates and "groups" not in hooks.by_key:  # which opens them
+                if self.gates and "groups" not in hooks.by_key:  # its update opens them
                     self.open_gates([one.outcome for one in ended.works if one.outcome])
 
     def _conclude(self, ended: Ended) -> None:

@@ -40,7 +40,7 @@ from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
 from buoy.torch.optimizers import unscales
-from buoy.torch.policy_state import SMALLEST, Evidence, PolicyState
+from buoy.torch.policy_runner import SMALLEST, Evidence, PolicyRunner
 from buoy.torch.scale import Scale
 
 __all__ = ["Surveyor"]
@@ -52,7 +52,7 @@ _SELDOM = 256  # steps between two looks for gradients that are all zero
 class Surveyor:
     """Inspects gradients for one scaler; holds its parts, not the scaler itself."""
 
-    rule: Scale
+    scale: Scale
     agreement: Agreement
     names: Names
     hooks: Hooks
@@ -82,15 +82,15 @@ class Surveyor:
     def inspect(self, work: Work, inverse: torch.Tensor, order: float | None) -> None:
         """Check gathered gradients, compute a norm, measure what the policy wants."""
         gathered: Any = work.gathered
-        due = self._due(work) if self.rule.wants else ()
-        if order is None and self.is_sampled():
+        due = self._due(work) if self.scale.wants else ()
+        if order is None and self.zeros_due():
             due = {*due, "amax_log2"}
         work.survey = survey = take_survey(
             gathered if order is None else magnitudes(gathered, order),
             inverse,
             order=order,
             amax="amax_log2" in due,
-            safe=self.rule.is_safe(inverse),
+            safe=self.scale.is_safe(inverse),
         )
         work.amax = survey.amax
         if gathered.grads and due:
@@ -104,26 +104,27 @@ class Surveyor:
         for hook in self.hooks.looked:
             hook(work)
 
-    def is_sampled(self) -> bool:
-        """Return whether to look for zeros: 16, 32, 64, ... steps, then every 256.
+    def zeros_due(self) -> bool:
+        """Return whether to check for gradients that are all zero.
 
-        After zeros, at every step.  A rank alone cannot: its part may be zero.
+        At steps 16, 32, 64, ... and at every 256th; once zeros were found, at every
+        step.  Not with several ranks: the part of one rank may be zero.
         """
-        steps = self.rule.turn + 1
+        steps = self.scale.turn + 1
         due = self.watch.found_zeros or steps % _SELDOM == 0
         due = due or (steps & (steps - 1) == 0 and steps > 8)
         return due and not self.agreement.active
 
     def _due(self, work: Work) -> Collection[str]:
         """Return the names of the measurements that are due in this iteration."""
-        turn, wanted = self.rule.turn, schedule(self.rule.wants, clips=work.clips)
-        return [name for name, one in wanted.items() if one.due(turn)]
+        wanted = schedule(self.scale.wants, clips=work.clips)
+        return [name for name, one in wanted.items() if one.due(self.scale.turn)]
 
     def check(self, work: Work) -> Flags:
         """Check without writing, for optimizers that unscale themselves."""
         with backend.NoGrad():
             gathered = self.gather(work, allow_fp16=True)
-            self.inspect(work, self.rule.now().inverse, None)
+            self.inspect(work, self.scale.now().inverse, None)
         survey: Any = work.survey
         return {survey.found.device: survey.found} if gathered.grads else {}
 
@@ -133,7 +134,7 @@ class Surveyor:
         """Compare this scaler with those of the other ranks, once."""
         if self.agreement.active:
             free = not self.iteration.in_schedule  # where a rank waits for its stage
-            foresees = free and "loss" in self.rule.wants
+            foresees = free and "loss" in self.scale.wants
             self.agreement.introduce(foresees=foresees, wait=free)
 
     def agree(self, work: Work, flags: Flags) -> None:
@@ -153,7 +154,7 @@ class Surveyor:
         self, work: Work, flags: Flags, norm: Any = None, doing: str | None = None
     ) -> Agreed:
         """Replace this rank's findings by those of all ranks."""
-        now, tracker = self.rule.now(), self.rule.tracker
+        now, tracker = self.scale.now(), self.scale.tracker
         home = now.device
         flag = combined(flags, home)
         zero = torch.zeros((), dtype=torch.float32, device=home)
@@ -163,7 +164,7 @@ class Surveyor:
             measured={n: backend.scalar(found.get(n, zero), home) for n in due},
             scale=now.tensor,
             tracker=zero if tracker is None else tracker,
-            turn=self.rule.turn,
+            turn=self.scale.turn,
             has_grads=flag is not None,
             has_loss=not self.iteration.assumed,
             norm=norm,
@@ -184,37 +185,38 @@ class Surveyor:
         """Combine the findings of all ranks; ask the policy for a veto."""
         if work.settle is not None:
             work.settle()
-        run = self.rule.run
-        if run is not None and run.vetoes and work["stage"] is not OptState.STEPPED:
-            self._veto(work, run)
+        runner = self.scale.runner
+        if runner and runner.vetoes and work["stage"] is not OptState.STEPPED:
+            self._veto(work, runner)
 
     def foresee(self, loss: torch.Tensor | None) -> None:
         """Pass this iteration's first loss, the largest of all ranks, to the policy."""
-        rule, shared = self.rule, self.agreement.active
-        if rule.foreseen or not ("loss" in rule.wants or (rule.half and not shared)):
+        scale, shared = self.scale, self.agreement.active
+        wanted = "loss" in scale.wants or (scale.fp16_loss and not shared)
+        if scale.foreseen or not wanted:
             return
         if shared:
             if self.iteration.in_schedule:
                 return  # other stages would not join this all-reduce
             loss = self._largest_loss(loss)
         if loss is not None:
-            rule.foresee(loss)
+            scale.foresee(loss)
 
     def _largest_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """Return the largest |loss| of all ranks; ranks without a loss join, too.
 
         They also learn whether a loss is FP16, where the host can read it.
         """
-        rule = self.rule
-        own = torch.tensor([-1.0, rule.half], dtype=torch.float32, device="cpu")
-        own = own.to(rule.now().device, non_blocking=True)
+        scale = self.scale
+        own = torch.tensor([-1.0, scale.fp16_loss], dtype=torch.float32, device="cpu")
+        own = own.to(scale.now().device, non_blocking=True)
         if loss is not None:
             own[0] = loss.detach().reshape(()).float().abs()
         agreed, half = self.agreement.largest(own, "loss").unbind()
-        rule.foreseen = True
+        scale.foreseen = True
         if not backend.in_host_memory(agreed):
             return agreed.abs()
-        rule.half = backend.read_host_memory(half) > 0
+        scale.fp16_loss = backend.read_host_memory(half) > 0
         return agreed.abs() if backend.read_host_memory(agreed) >= 0 else None
 
     # -- clipping ----------------------------------------------------------------------
@@ -238,7 +240,7 @@ class Surveyor:
 
     def survey_norm(self, work: Work, order: float) -> None:
         """Inspect the scaled gradients once; store norm, flag and multiplier."""
-        now = self.rule.now()
+        now = self.scale.now()
         gathered = self.gather(work, allow_fp16=unscales(work.optimizer))
         if not gathered.plain:
             gathered = work.gathered = gather_summed(work.optimizer)
@@ -265,7 +267,7 @@ class Surveyor:
     def _remeasure_norm(self, work: Work, order: float) -> Any:
         """Compute another norm of gradients that were inspected before."""
         gathered = work.gathered = gather_summed(work.optimizer)
-        one = torch.ones((), dtype=torch.float32, device=self.rule.now().device)
+        one = torch.ones((), dtype=torch.float32, device=self.scale.now().device)
         survey = take_survey(magnitudes(gathered, order), one, order=order)
         if not self.agreement.active:
             return survey.norm
@@ -296,7 +298,7 @@ class Surveyor:
         with backend.NoGrad():
             norm = self.norm(work, order)
             if norm is None:
-                return torch.zeros_like(self.rule.now().tensor)
+                return torch.zeros_like(self.scale.now().tensor)
             if error and not norm.isfinite().item():
                 raise errors.nonfinite_norm(order)
             factor = clip_factor_of(norm, max_norm)
@@ -304,19 +306,19 @@ class Surveyor:
             work.multiplier, work.clipped_norm = multiplier, norm * factor
             handed = unscales(work.optimizer) and work["stage"] is OptState.READY
             if handed or not backend.in_host_memory(multiplier):
-                handed = self._is_divisor(work, max_norm, handed=handed)
+                handed = self._can_divide(work, max_norm, handed=handed)
             if not handed:
                 self.write(work, None if work.gathered is before else work.gathered)
         if self.iteration.scalings > 1 and work.freshness is not None:
             work.freshness.expect_backward()  # the pass of one loss may come later
         return norm
 
-    def _is_divisor(self, work: Work, max_norm: Any, *, handed: bool) -> bool:
-        """Return whether an optimizer can divide by 1 / multiplier, in float32.
+    def _can_divide(self, work: Work, max_norm: Any, *, handed: bool) -> bool:
+        """Return whether 1 / multiplier is a float32 that the optimizer can divide by.
 
-        If the host knows that it cannot, the multiplier is applied to `.grad`.  Else
-        the step is skipped: it would apply zeros, or with a negative `max_norm` that
-        only the device has, reversed gradients.
+        If the host knows that it is not, the multiplier is applied to `.grad`.  If only
+        the device knows, the flag is set there and the step is skipped: it would apply
+        zeros, or with a negative `max_norm` reversed gradients.
         """
         multiplier: Any = work.multiplier
         number = multiplier.float()
@@ -333,11 +335,14 @@ class Surveyor:
         return backend.narrowed(self._remeasure_norm(work, order))
 
     def note_unscaled(self, work: Work) -> None:
-        """Keep what edits by hand would hide: versions, and what has overflowed."""
+        """Keep the gradient's version and, after an overflow, the norms.
+
+        The user may edit `.grad` from now on.
+        """
         work.first = work.first_gradient()
         if self.agreement.active:
             return  # the ranks have not combined their findings yet
-        found = combined(work["found_inf_per_device"], self.rule.now().device)
+        found = combined(work["found_inf_per_device"], self.scale.now().device)
         if found is not None and backend.host_value(found):
             gathered = work.gathered = gather(work.optimizer)
             work.survey = take_survey(gathered, torch.ones_like(found), order=2.0)
@@ -351,13 +356,13 @@ class Surveyor:
             with backend.NoGrad():
                 multiply_(gathered or gather(work.optimizer), multiplier)
 
-    def _veto(self, work: Work, run: PolicyState) -> None:
+    def _veto(self, work: Work, runner: PolicyRunner) -> None:
         """Skip a finite step that the policy would not apply."""
-        home = self.rule.now().device
+        home = self.scale.now().device
         found = combined(work["found_inf_per_device"], home)
         if found is None:
             return
-        allowed = run.allows(Evidence(found, None, work.measured))
+        allowed = runner.allows(Evidence(found, None, work.measured))
         if allowed is not True:
             flag = torch.as_tensor(allowed, device=home).logical_not().float()
             work.veto(flag, home)

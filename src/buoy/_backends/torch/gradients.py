@@ -272,7 +272,7 @@ def _check(gathered: Gathered, inverse: torch.Tensor, *, safe: bool) -> torch.Te
     return flags[0] if len(flags) == 1 else torch.stack(flags).max()
 
 
-def raise_flags(optimizer: Any, flags: dict[torch.device, torch.Tensor]) -> None:
+def recheck(optimizer: Any, flags: dict[torch.device, torch.Tensor]) -> None:
     """Check gradients again: raise their flags if one is non-finite now.
 
     Not with ranks, which may have agreed on these flags already.

@@ -89,7 +89,7 @@ class Watching:
         self._losses.conclude(self._steps.held())
         for scaler, own in self._scalers.values():
             own.scale = float(scaler.get_scale())
-            low = getattr(getattr(scaler, "_rule", None), "low", 0.0)
+            low = getattr(getattr(scaler, "_loss_scale", None), "low", 0.0)
             own.floor = low if math.isfinite(low) and low > 0 else 0.0
         return self.facts
 

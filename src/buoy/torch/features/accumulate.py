@@ -321,12 +321,12 @@ class Window(Extension):
     def _unscaled(self) -> torch.Tensor:
         """Check and unscale a micro-batch; return 1 if it is bad.  float32 []."""
         scaler = self._scaler
-        flags = [torch.zeros_like(scaler._rule.now().tensor)]
+        flags = [torch.zeros_like(scaler._loss_scale.now().tensor)]
         for optimizer in self._optimizers:
             work = scaler._work(optimizer, "backward")
             work["stage"] = OptState.UNSCALED  # see `before_look`
             before, work.amax, work.measured = work.amax, None, {}
-            scaler._unscale(work, scaler._rule.now())
+            scaler._unscale(work, scaler._loss_scale.now())
             scaler._surveyor.settle(work)
             work["stage"] = OptState.READY
             if before is not None and work.amax is not None:

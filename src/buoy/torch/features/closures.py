@@ -19,7 +19,7 @@ from buoy._core.errors import CallOrderError, DeviceModeError
 from buoy._core.ops import single
 from buoy.torch.features.accumulate import undo_buffers
 from buoy.torch.iteration import Freshness, Measured, Work, combined
-from buoy.torch.optimizers import read_found_inf
+from buoy.torch.optimizers import read_finite
 
 __all__ = ["given", "step"]
 
@@ -82,7 +82,7 @@ def _begin(scaler: Any, optimizer: Any) -> Work:
     if scaler._hooks.find("spikes") is not None:
         raise CallOrderError(_SPIKES)
     work: Work = scaler._per_optimizer_states[id(optimizer)]
-    if scaler._rule.tensor is not None:
+    if scaler._loss_scale.tensor is not None:
         work = scaler._work(optimizer, "step")
     work.optimizer = optimizer
     joint = scaler._hooks.find("joint")
@@ -126,7 +126,7 @@ class _Evaluation:
         """Raise if the closure returned the scaled loss: line searches compare it."""
         losses = self.scaler._iteration.losses
         if losses and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            scale = self.scaler._rule.tensor
+            scale = self.scaler._loss_scale.tensor
             returned, bare, times = backend.read([loss, losses[-1], scale])
             if returned == single(bare * times) != bare:
                 raise CallOrderError(_RETURNS_SCALED)
@@ -140,11 +140,11 @@ class _Evaluation:
         if work["stage"] is OptState.READY:
             scaler.unscale_(work.optimizer)
         scaler._surveyor.settle(work)
-        home = scaler._rule.now().device
+        home = scaler._loss_scale.now().device
         found = combined(work["found_inf_per_device"], home)
         if found is None:
             return False
-        work.finite = read_found_inf(work, found)
+        work.finite = read_finite(work, found)
         self._sizes.append((work.measured, work.amax))
         if not work.finite:
             raise _OverflowError
@@ -152,7 +152,7 @@ class _Evaluation:
 
     def conclude(self, snapshot: OptimizerSnapshot) -> None:
         """Log one step: the last evaluation, with the largest of all measurements."""
-        scaler, work, now = self.scaler, self.work, self.scaler._rule.now()
+        scaler, work, now = self.scaler, self.work, self.scaler._loss_scale.now()
         if len(self._sizes) > 1:
             home = now.device
             for name in work.measured:

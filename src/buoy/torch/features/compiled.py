@@ -24,7 +24,7 @@ from buoy._core.step import clip_factor, schedule
 from buoy.torch import errors
 from buoy.torch.iteration import Work, merged
 from buoy.torch.optimizers import step_or_restore
-from buoy.torch.policy_state import Evidence
+from buoy.torch.policy_runner import Evidence
 
 __all__ = ["clip", "clipped_only", "report", "scale", "step", "update"]
 
@@ -53,20 +53,19 @@ class _Done(NamedTuple):
 
 def scale(scaler: Any, output: torch.Tensor) -> torch.Tensor:
     """Multiply by the scale; create its tensors on first use."""
-    rule, iteration = scaler._rule, scaler._iteration
-    if rule.tensor is None:
-        rule.make_tensors(
-            output.device, scaler._init_scale, scaler._init_growth_tracker
-        )
+    scale, iteration = scaler._loss_scale, scaler._iteration
+    if scale.tensor is None:
+        start = scaler._init_scale, scaler._init_growth_tracker
+        scale.make_tensors(output.device, *start)
     if output.numel() == 1:
         loss = output.detach().reshape(())
-        if "loss" in rule.wants and not (rule.foreseen or scaler._agreement.active):
+        if "loss" in scale.wants and not (scale.foreseen or scaler._agreement.active):
             half = output.dtype is torch.float16
-            rule.run.foresee(loss, output.device, half=half)
-            rule.tensor.copy_(rule.run.scale)
-            rule.foreseen = True
+            scale.runner.foresee(loss, output.device, half=half)
+            scale.tensor.copy_(scale.runner.scale)
+            scale.foreseen = True
         iteration.compiled_losses = (loss,)
-    scaled: torch.Tensor = output * rule.tensor
+    scaled: torch.Tensor = output * scale.tensor
     return scaled
 
 
@@ -83,7 +82,7 @@ def clip(
         )
     if any(one.optimizer is optimizer for one in scaler._iteration.compiled_looks):
         raise _untraced("a second clipping of the same gradients")
-    seen = _look(scaler._rule, optimizer, gather(optimizer), order)
+    seen = _look(scaler._loss_scale, optimizer, gather(optimizer), order)
     norm: torch.Tensor = seen.norm
     factor = seen.multiplier * clip_factor(norm, max_norm, backend.ops())
     scaler._iteration.compiled_looks += (seen._replace(multiplier=factor),)
@@ -94,15 +93,15 @@ def clip(
 def step(scaler: Any, optimizer: Any) -> None:
     """Step, and restore the old values if the step must be skipped."""
     _refuse(scaler, optimizer)
-    iteration, rule = scaler._iteration, scaler._rule
+    iteration, scale = scaler._iteration, scaler._loss_scale
     if any(seen.optimizer is optimizer for seen, _ in iteration.compiled_steps):
         raise errors.step_twice()
     gathered = gather(optimizer)
     noted = [one for one in iteration.compiled_looks if one.optimizer is optimizer]
-    seen = noted[-1] if noted else _look(rule, optimizer, gathered)
+    seen = noted[-1] if noted else _look(scale, optimizer, gathered)
     skipped = seen.found
-    if rule.run is not None:
-        allowed = rule.run.allows(Evidence(seen.found, None, seen.measured))
+    if scale.runner is not None:
+        allowed = scale.runner.allows(Evidence(seen.found, None, seen.measured))
         veto = torch.as_tensor(allowed, device=skipped.device).logical_not()
         skipped = torch.maximum(skipped, veto.float())
     multiply_(gathered, seen.multiplier)
@@ -114,20 +113,19 @@ def step(scaler: Any, optimizer: Any) -> None:
 @torch.no_grad()
 def update(scaler: Any) -> None:
     """Update the scale."""
-    iteration, rule = scaler._iteration, scaler._rule
+    iteration, scale = scaler._iteration, scaler._loss_scale
     steps = iteration.compiled_steps
     if not steps:
         raise errors.nothing_recorded()
     iteration.compiled_looks = iteration.compiled_steps = ()
-    before = rule.tensor.clone()
+    before = scale.tensor.clone()
     found = torch.stack([seen.found for seen, _ in steps]).max()
     measured = merged([seen.measured for seen, _ in steps], found.device)
-    rule.move_on_device(Evidence(found, None, measured))
-    rule.foreseen = False
-    rule.uncounted.add_(1)
-    scaler._log.compiled = _Done(
-        steps, iteration.compiled_losses, before, rule.tensor.clone()
-    )
+    scale.move_on_device(Evidence(found, None, measured))
+    scale.foreseen = False
+    scale.compiled_updates.add_(1)
+    losses, after = iteration.compiled_losses, scale.tensor.clone()
+    scaler._log.compiled = _Done(steps, losses, before, after)
 
 
 def report(scaler: Any) -> None:
@@ -144,17 +142,17 @@ def report(scaler: Any) -> None:
 
 
 def _look(
-    rule: Any, optimizer: Any, gathered: Gathered, order: float | None = None
+    scale: Any, optimizer: Any, gathered: Gathered, order: float | None = None
 ) -> _Look:
     """Check the gradients, and measure what the policy wants."""
     if not gathered.grads:
         raise errors.no_gradients()
-    inverse, turn = rule.tensor.reciprocal(), rule.turn + rule.uncounted
+    inverse, turn = scale.tensor.reciprocal(), scale.turn + scale.compiled_updates
     whole = gathered if order is None else magnitudes(gathered, order)
     survey = take_survey(whole, inverse, order=order, amax=True)
     measured: dict[str, Any] = {}
     sizes: dict[str, Any] = {"amax_log2": survey.amax, "norm_log2": survey.norm}
-    wanted = schedule(rule.wants, clips=order is not None and order >= 1.0)
+    wanted = schedule(scale.wants, clips=order is not None and order >= 1.0)
     for name, one in wanted.items():
         take, due = MEASURE.get(name), one.due(turn)
         value = take(gathered.buckets, inverse.device) if take else sizes[name].float()

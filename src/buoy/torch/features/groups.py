@@ -263,7 +263,7 @@ class Groups(_GroupBase):
     def update(self, scaler: Any, new_scale: float | torch.Tensor | None) -> None:
         """Update every scale that has findings; then advance the gated objects."""
         self.origins.late, family = False, [scaler, *self.members.values()]
-        busy = [one for one in family if _works(one) and one._rule.tensor is not None]
+        busy = [x for x in family if _works(x) and x._loss_scale.tensor is not None]
         learning = [one for one in busy if _learns(one)]
         if new_scale is None and not learning:
             raise errors.nothing_recorded()
@@ -292,5 +292,5 @@ def _works(scaler: Any) -> list[Work]:
 
 def _learns(scaler: Any) -> bool:
     """Return whether there are findings for the policy."""
-    home = scaler._rule.now().device
+    home = scaler._loss_scale.now().device
     return evidence_of(_works(scaler), home) is not None

@@ -83,7 +83,7 @@ class Hints(Extension):
         clipping = self._clipping[key]
         if clipping.left > 0:
             losses = len(scaler._iteration.losses)
-            scale = clipping.look(work.optimizer, scaler._rule.tensor, losses)
+            scale = clipping.look(work.optimizer, scaler._loss_scale.tensor, losses)
             if scale is not None:
                 self.warn("clipped", _CLIPPED.format(scale))
         if not self._bad and all(one.left <= 0 for one in self._clipping.values()):

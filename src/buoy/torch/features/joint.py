@@ -59,7 +59,7 @@ def backward(
         total.backward(retain_graph=retain_graph)
         return
     members = [scaler.group(name) for name in losses]
-    if scaler._rule.tensor is None:
+    if scaler._loss_scale.tensor is None:
         scaler._lazy_init_scale_growth_tracker(next(iter(losses.values())).device)
     origins = scaler._hooks.find("groups").origins
     works = [scaler._work(optimizer, "backward") for optimizer in optimizers]
@@ -101,8 +101,8 @@ def _refuse_scaled(scaler: Any, work: Work, origins: Origins) -> None:
 def _unscale_part(member: Any, total: Work) -> None:
     """Check and unscale one scale group's gradients; combine the flags."""
     work = member._work(total.optimizer, "backward")
-    home, earlier = member._rule.now().device, work["found_inf_per_device"]
-    member._unscale(work, member._rule.now())
+    home, earlier = member._loss_scale.now().device, work["found_inf_per_device"]
+    member._unscale(work, member._loss_scale.now())
     member._surveyor.settle(work)
     found: Flags = work["found_inf_per_device"]
     learnt = found if work.policy_flags is None else work.policy_flags
@@ -123,7 +123,7 @@ def _add(sums: dict[torch.Tensor, torch.Tensor | None]) -> None:
 def _check_sum(scaler: Any, work: Work) -> None:
     """Check the sum, and detect gradients that are computed after this."""
     gathered = work.gathered = gather(work.optimizer)
-    one = torch.ones_like(scaler._rule.now().inverse)
+    one = torch.ones_like(scaler._loss_scale.now().inverse)
     own = {one.device: take_survey(gathered, one, safe=True).found}
     found = _either(one.device, own, work["found_inf_per_device"])
     work["stage"], work.combined = OptState.UNSCALED, True
@@ -182,7 +182,7 @@ class Joint(Extension):
         """Skip after an earlier failure; copy the optimizer's weights and state."""
         if work["stage"] is OptState.READY:
             if is_foreign(scaler._unscale_grads_) or not unscales(work.optimizer):
-                scaler._unscale(work, scaler._rule.now(), in_step=True)
+                scaler._unscale(work, scaler._loss_scale.now(), in_step=True)
             elif work.multiplier is None and work.survey is None:
                 scaler._check_inf_per_device(work.optimizer)
         scaler._surveyor.settle(work)
@@ -190,7 +190,7 @@ class Joint(Extension):
 
     def adopt(self, scaler: Any, work: Work, snapshot: OptimizerSnapshot) -> None:
         """Add a step; skip it if an earlier one failed."""
-        home = scaler._rule.now().device
+        home = scaler._loss_scale.now().device
         own = combined(work["found_inf_per_device"], home)
         if own is not None:
             if self.taken:

@@ -106,7 +106,7 @@ class Record(Extension):
     @_stop_on_error
     def looked(self, scaler: Any, work: Work) -> None:
         """Measure what nothing else has measured, at a low rate."""
-        gathered, turn = work.gathered, scaler._rule.turn
+        gathered, turn = work.gathered, scaler._loss_scale.turn
         if gathered is None or not gathered.grads:
             return
         sizes = [grad.numel() for grad in gathered.grads]
@@ -127,7 +127,7 @@ class Record(Extension):
         if counts and scales:
             vector = torch.cat([some.flatten().float() for some in counts])
             end = backend.scalar(scales[-1], vector.device).reshape(1)
-            note = partial(self._histograms, scaler._rule.turn - 1, tensors)
+            note = partial(self._histograms, scaler._loss_scale.turn - 1, tensors)
             self._reader.post(torch.cat([vector, end]), note)
             self._collect()
 
@@ -176,7 +176,7 @@ def _measure(scaler: Any, work: Work, gathered: Gathered) -> None:
     known = known or scaler._agreement.active or scaler._hooks.find("spikes")
     if known and work.amax is not None:
         return
-    inverse = scaler._rule.now().inverse
+    inverse = scaler._loss_scale.now().inverse
     order, amax = None if known else 2.0, work.amax is None
     survey = take_survey(gathered, inverse, order=order, amax=amax)
     if survey.norm is not None:

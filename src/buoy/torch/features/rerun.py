@@ -202,12 +202,12 @@ class _Batch(Extension):
         guilty = {one: step.scale for step, one in missed.items() if not step.partner}
         curable = (
             self._tries < self._retries
-            and all(scale > _lowest(one._rule) for one, scale in guilty.items())
+            and all(scale > _lowest(one._loss_scale) for one, scale in guilty.items())
             and all(step.verdict in self._causes for step in missed)
             and not self._adds_to_others()
         )
         one = next(iter(missed.values()))
-        objects = backend.scalar(float(not curable), one._rule.now().device)
+        objects = backend.scalar(float(not curable), one._loss_scale.now().device)
         if any(backend.read([one._agreement.largest(objects, "again")])):
             return False  # all ranks run again, or none
         if len(missed) < len(self.steps):
@@ -219,7 +219,7 @@ class _Batch(Extension):
             now = one.get_scale()
             self._skipped.setdefault(one, now)
             self._failed[one] = scale
-            one._rule.override(min(now, math.ldexp(scale, -(2**self._tries))))
+            one._loss_scale.override(min(now, math.ldexp(scale, -(2**self._tries))))
         self._buffers.restore()
         self._random.restore()
         self._tries += 1
@@ -241,7 +241,7 @@ class _Batch(Extension):
 
     def looked(self, scaler: Any, work: Work) -> None:
         """Measure the largest gradient of this attempt."""
-        inverse, size = scaler._rule.now().inverse, work.amax
+        inverse, size = scaler._loss_scale.now().inverse, work.amax
         if size is None and work.gathered is not None:
             size = take_survey(work.gathered, inverse, amax=True).amax
         if size is not None:
@@ -253,8 +253,8 @@ class _Batch(Extension):
         missed = {one for step, one in self.steps.items() if not step.applied}
         applied = set(self.steps.values()) - missed
         for one, scale in self._skipped.items():
-            if one not in applied or isinstance(one._rule.policy, Static):
-                one._rule.override(scale)
+            if one not in applied or isinstance(one._loss_scale.policy, Static):
+                one._loss_scale.override(scale)
             elif self._tries > 1:
                 self._raise_to_fit(one)
         if self._tries > 1:
@@ -263,19 +263,19 @@ class _Batch(Extension):
 
     def _raise_to_fit(self, one: Any) -> None:
         """Raise a scale that fell far, to a factor of two below FP16's overflow."""
-        size = self._sizes.get(one, torch.zeros_like(one._rule.now().inverse))
+        size = self._sizes.get(one, torch.zeros_like(one._loss_scale.now().inverse))
         (amax,) = backend.read([one._agreement.largest(size, "fit")])
         if 0.0 < amax < math.inf:
             fits = math.ldexp(1.0, 15 - math.frexp(amax)[1])  # FP16 ends below 2^16
             best = min(fits, self._failed[one] / 2.0)
-            one._rule.override(max(best, one.get_scale()))
+            one._loss_scale.override(max(best, one.get_scale()))
 
 
-def _lowest(rule: Any) -> float:
+def _lowest(scale: Any) -> float:
     """Return the lowest scale that may be tried."""
-    if isinstance(rule.policy, NoScaling):
+    if isinstance(scale.policy, NoScaling):
         return math.inf
-    return float(rule.low if rule.run is None else rule.run.limits()[0])
+    return float(scale.low if scale.runner is None else scale.runner.limits()[0])
 
 
 def _modules(scaler: Any, given: Any) -> list[torch.nn.Module]:

@@ -76,7 +76,7 @@ class Spikes(Extension):
 
     def _judge(self, scaler: Any, work: Work) -> torch.Tensor:
         """Store whether this is a spike; return the clip factor.  float32 []."""
-        home, index = scaler._rule.now().device, self._index(work.optimizer)
+        home, index = scaler._loss_scale.now().device, self._index(work.optimizer)
         norm = backend.scalar(work.norm, home)  # type: ignore[arg-type]
         held = astuple(self._states[index])
         state = SpikeState(*(backend.scalar(number, home) for number in held))

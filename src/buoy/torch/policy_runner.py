@@ -19,7 +19,7 @@ from buoy._core.policies.policy import Policy, finite_only
 from buoy._core.policies.start import started
 from buoy._core.state import Seen, map_state
 
-__all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyState"]
+__all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyRunner"]
 
 SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
 LARGEST_HALF = 2.0**15  # the largest power of two that FP16 holds
@@ -60,7 +60,7 @@ def _as_wanted(name: str, number: Any) -> Any:
     return PLAIN.log2(number) if isinstance(number, float) else torch.log2(number)
 
 
-class PolicyState:
+class PolicyRunner:
     """A policy and its state; keeps the scale within bounds."""
 
     def __init__(self, policy: Policy) -> None:
