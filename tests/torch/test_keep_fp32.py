@@ -244,3 +244,15 @@ def test_a_compiled_model_keeps_it_too():
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.float16):
         assert compiled(torch.randn(2, 8)).dtype == torch.float32
+
+
+def test_undo_converts_gradients_with_their_parameters():
+    """A backward pass can add to them again."""
+    layer = torch.nn.Linear(2, 1).half()
+    with keep_fp32(layer, ""):
+        layer(torch.ones(1, 2, dtype=torch.float16)).sum().backward()
+        assert torch.float32 is layer.weight.grad.dtype
+
+    assert torch.float16 is layer.weight.dtype is layer.weight.grad.dtype
+    layer(torch.ones(1, 2, dtype=torch.float16)).sum().backward()
+    assert [[2.0, 2.0]] == layer.weight.grad.tolist()

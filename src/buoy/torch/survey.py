@@ -224,7 +224,7 @@ class Surveyor:
     def norm(self, work: Work, order: float) -> torch.Tensor | None:
         """Return the unscaled norm, as clipped so far; measure again only if needed."""
         if work["stage"] is OptState.UNSCALED:
-            now = self.unscaled_norm(work, order)
+            now = backend.narrowed(self._remeasure_norm(work, order))
             work.norm = now if work.norm is None else work.norm
             return now
         if work.multiplier is None:
@@ -329,10 +329,6 @@ class Surveyor:
         if found is not None and (isinstance(max_norm, torch.Tensor) or max_norm > 0):
             work["found_inf_per_device"] = {small.device: torch.maximum(found, small)}
         return handed
-
-    def unscaled_norm(self, work: Work, order: float) -> torch.Tensor:
-        """Return the norm of gradients that are already unscaled."""
-        return backend.narrowed(self._remeasure_norm(work, order))
 
     def note_unscaled(self, work: Work) -> None:
         """Keep the gradient's version and, after an overflow, the norms.

@@ -41,16 +41,14 @@ class KeptFp32(AbstractContextManager["KeptFp32"]):
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in HALVES:
                 self._tensors.append((tensor, tensor.dtype))
-                tensor.data = tensor.data.float()
-                if tensor.grad is not None:
-                    tensor.grad.data = tensor.grad.data.float()
+                _convert(tensor, torch.float32)
 
     def undo(self) -> None:
         """Restore the modules and the dtypes of their parameters."""
         for module, kind in self._modules:
             module.__class__ = kind
         for tensor, dtype in self._tensors:
-            tensor.data = tensor.data.to(dtype)
+            _convert(tensor, dtype)
         self._modules, self._tensors = [], []
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +56,13 @@ class KeptFp32(AbstractContextManager["KeptFp32"]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.names)})"
+
+
+def _convert(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Change the dtype of a parameter or buffer in place, with its gradient."""
+    tensor.data = tensor.data.to(dtype)
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(dtype)
 
 
 def keep_fp32(

@@ -66,7 +66,7 @@ class Spikes(Extension):
     def _judge_unscaled(self, scaler: Any, work: Work) -> None:
         """Test the norm of gradients that were unscaled by hand."""
         if work.norm is None:  # before `settle`, whose message it replaces
-            work.norm = scaler._surveyor.unscaled_norm(work, 2.0)
+            scaler._surveyor.norm(work, 2.0)
         scaler._surveyor.settle(work)
         if not work["found_inf_per_device"]:
             return  # no rank has gradients
