@@ -82,6 +82,16 @@ def test_verdicts_from_the_losses(losses, verdict):
     assert step.skipped
 
 
+def test_losses_of_skipped_steps_are_not_the_usual_ones():
+    """However many of the last steps were skipped, as in every front end."""
+    for skipped in range(1, 9):
+        state = after([1.0] * 4 + [50.0] * skipped, bad_from=4)
+        assert "bad_batch" == last_step(state).verdict
+
+    rising = after([1.0, 1.0, 2.0, 4.0, 8.0, 16.0], bad_from=2)
+    assert "scale_too_high" == last_step(rising).verdict  # only two were applied
+
+
 def test_without_a_loss_the_scale_is_to_blame():
     state = TX.init(PARAMS)
     _, state = UPDATE(BAD, state, PARAMS)

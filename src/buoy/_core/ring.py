@@ -14,8 +14,7 @@ __all__ = ["COLUMNS", "LENGTH", "UNKNOWN", "rows_of"]
 
 COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
 LENGTH = 2 * HISTORY  # steps that a log keeps
-# No size is negative, also once it is divided by a scale; not NaN, at which
-# `jax_debug_nans` would stop.
+# Sizes are never negative, so -1 marks "not measured"; NaN would trip `jax_debug_nans`.
 UNKNOWN = -1.0
 
 
@@ -25,7 +24,8 @@ def rows_of(
     """Return the steps that a ring holds, oldest first.
 
     `steps` is the number of steps so far, `ring` and `bad` are read to the host, and
-    `names` has the names of the gradients.
+    `names` has the names of the gradients.  A skip is judged by the losses of the
+    applied steps before it: those of other skipped steps are not usual losses.
 
     Example:
         >>> rows_of(1, [(8.0, 4.0, 0.0, -1.0, -1.0, 0.5, 1.0)], [[True]], ["w"])
@@ -40,7 +40,8 @@ offenders=('w',))]
         row = dict(zip(COLUMNS, map(float, ring[step % length]), strict=True))
         applied, loss = row["applied"] == 1.0, row["loss"] if row["has_loss"] else None
         now, before = [] if loss is None else [loss], losses[-HISTORY:]
-        losses += now
+        if applied:
+            losses += now
         flags = zip(names, bad[step % length], strict=True)
         read.append(
             Row(
