@@ -256,6 +256,10 @@ def test_parameters_sharded_inside_shard_map(check_vma):
     updates, after = mapped(params, state, grads.at[5].set(jnp.nan))
     assert not np.any(updates)
     assert last_step(after).skipped
+    if check_vma:  # the sum of squares overflows: clipped by a bound of the norm
+        updates, after = mapped(params, state, jnp.full(8, 1e30))
+        assert last_step(after).norm == pytest.approx(8**0.5 * 1e30 / 1024)
+        assert np.linalg.norm(updates) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -62,6 +62,28 @@ def test_with_clipping_the_largest_gradient_is_known_where_headroom_needs_it(
     assert known == (wanted if max_norm and not every else [True] * 32)
 
 
+def test_a_size_that_was_not_measured_is_unknown_on_every_device():
+    """Under `vmap` with a named axis, too; an overflow is inf, as ever."""
+    tx = loss_scaled(optax.sgd(0.0), max_norm=1.0, axis_name="i")
+
+    @jax.jit
+    def update(grads, state):
+        def one(grads):
+            return tx.update(grads, state, PARAMS, value=jnp.float32(1.0))[1]
+
+        return jax.vmap(one, axis_name="i", out_axes=None)(grads)
+
+    fine, bad = (jax.tree.map(lambda x: jnp.stack([x] * 2), g) for g in (FINE, BAD))
+    state, sizes = tx.init(PARAMS), []
+    for _ in range(22):
+        state = update(fine, state)
+        step = last_step(state)
+        sizes.append(step.amax and step.amax * step.scale)
+    assert [1.0] * 16 + [None] * 4 + [1.0, None] == sizes
+
+    assert np.inf == last_step(update(bad, tx.init(PARAMS))).amax
+
+
 @pytest.mark.parametrize(
     ("losses", "verdict"),
     [

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 
 from buoy.jax.errors import MissingAxisError, OptionError, UnboundAxisError
 
-__all__ = ["axes_of", "check_axes", "largest", "may_branch", "total", "varying"]
+__all__ = [
+    "axes_of",
+    "check_axes",
+    "devices_of",
+    "largest",
+    "may_branch",
+    "total",
+    "varying",
+]
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...] | None:
@@ -107,6 +115,12 @@ def total(value: jax.Array) -> jax.Array:
         return value
     added: jax.Array = jax.lax.psum(value, over)  # type: ignore[no-untyped-call]
     return added
+
+
+def devices_of(value: jax.Array) -> int:
+    """Return the number of devices over which `total` sums a value."""
+    count: int = jax.lax.psum(1, varying(value))  # type: ignore[no-untyped-call]
+    return count
 
 
 def largest(values: list[jax.Array], axes: tuple[Any, ...] | None) -> list[jax.Array]:

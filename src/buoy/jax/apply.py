@@ -214,7 +214,7 @@ def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:
     if looked.amax is None:
         return None
     unscaled = _no_nan(looked.amax * scales.inverse)
-    return jnp.where(jnp.isnan(looked.amax), UNKNOWN, unscaled)
+    return jnp.where(looked.amax < 0.0, UNKNOWN, unscaled)
 
 
 def _no_nan(number: jax.Array) -> jax.Array:

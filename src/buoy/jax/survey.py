@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from buoy._backends.jax import count_small
 from buoy._core.formats import FLOAT32_MAX
+from buoy._core.ring import UNKNOWN
 from buoy._core.step import MEASUREMENTS, SMALL, bounded_norm, sample_stride
-from buoy.jax.agree import largest, total
+from buoy.jax.agree import devices_of, largest, total
 from buoy.jax.leaves import is_narrow, real_of
 
 __all__ = ["Survey", "agreed", "measure", "survey"]
@@ -25,7 +26,7 @@ class Survey(NamedTuple):
 
     bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
     norm: jax.Array  # float32 []
-    amax: jax.Array | None  # float32 []: the largest magnitude; NaN if it is not due
+    amax: jax.Array | None  # float32 []: the largest magnitude; UNKNOWN if not due
     measured: dict[str, jax.Array]  # float32 [], by `MEASUREMENTS`; NaN if not due
 
 
@@ -60,7 +61,9 @@ def survey(
     else:
         sizes = [_largest(leaf) for leaf in leaves]
         bad, top = _overflows(sizes, inverse), _top(sizes)
-        bound = bounded_norm(top, sum(map(jnp.size, leaves)))
+        # The norm is that of all devices; `agreed` takes the largest of their bounds.
+        count = sum(jnp.size(leaf) * devices_of(leaf) for leaf in leaves)
+        bound = bounded_norm(top, count)
         norm = jnp.where(jnp.isfinite(norm), norm, bound)
     return Survey(bad, norm, None if amax is False else top, {})
 
@@ -91,8 +94,9 @@ def _top_of(leaves: Sequence[Any]) -> jax.Array:
 
 
 def _no_top(leaves: Sequence[Any]) -> jax.Array:
+    # Not NaN, which is sent to other devices as inf: that is an overflow.
     del leaves
-    return jnp.full((), jnp.nan, jnp.float32)
+    return jnp.full((), UNKNOWN, jnp.float32)
 
 
 def _overflows(sizes: list[jax.Array], inverse: jax.Array) -> jax.Array:
@@ -167,9 +171,10 @@ def agreed(seen: Survey, axes: tuple[Any, ...] | None) -> Survey:
     """Combine the findings of all devices."""
     if not axes:
         return seen
-    names, sizes = list(seen.measured), [] if seen.amax is None else [seen.amax]
+    sizes = [] if seen.amax is None else [seen.amax]
     numbers = [seen.bad, seen.norm, *seen.measured.values(), *sizes]
     bad, norm, *rest = largest(numbers, axes)
+    amax = rest.pop() if sizes else None
     values = [jnp.where(jnp.isfinite(x), x, jnp.nan) for x in rest]  # sent as inf
-    measured = dict(zip(names, values[: len(names)], strict=True))
-    return Survey(bad > 0, norm, rest[-1] if sizes else None, measured)
+    measured = dict(zip(seen.measured, values, strict=True))
+    return Survey(bad > 0, norm, amax, measured)
