@@ -135,6 +135,24 @@ def test_poisoned_weights_and_states_are_named():
     )
     _, state = UPDATE(BAD, dataclasses.replace(state, inner=inner), PARAMS)
     assert "poisoned" == last_step(state).verdict
+    inner = jax.tree.map(lambda x: x + jnp.inf if x.ndim else x, TX.init(PARAMS).inner)
+    assert "poisoned" == last_step(dataclasses.replace(state, inner=inner)).verdict
+
+
+def test_a_best_loss_that_starts_at_inf_is_no_poison():
+    """Optax keeps it in the state of the learning rate; NaN there is one."""
+    plateau = optax.contrib.reduce_on_plateau()
+    tx = loss_scaled(optax.chain(optax.sgd(0.1), plateau), "backoff")
+    state = tx.init(PARAMS)
+    assert np.inf in jax.tree.leaves(state.inner)
+    _, state = tx.update(BAD, state, PARAMS, value=jnp.float32(1.0))
+    assert "scale_too_high" == last_step(state, PARAMS).verdict
+
+    spoiled = jax.tree.map(lambda x: x * jnp.nan, state.inner)
+    state = dataclasses.replace(state, inner=spoiled)
+    assert "poisoned" == last_step(state, PARAMS).verdict
+    params = {**PARAMS, "d": jnp.float32(jnp.inf)}
+    assert "poisoned" == last_step(after([1.0], bad_from=0), params).verdict
 
 
 def test_every_gradient_is_attributed_by_its_path():

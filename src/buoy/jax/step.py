@@ -121,9 +121,8 @@ class LastStep:
     def verdict(self) -> Verdict:
         """The reason for a skip, or `applied`."""
         if self._verdict is None:
-            held = (self._state.inner, self._params)
             self._verdict = self._last.verdict
-            if self.skipped and _poisoned(held):
+            if self.skipped and _poisoned(self._state.inner, self._params):
                 self._verdict = Verdict.POISONED
         return self._verdict
 
@@ -179,16 +178,23 @@ def read_rows(state: LossScaledState) -> list[Row]:
     return rows_of(int(steps), rows, bad, state.plan.names)
 
 
-def _poisoned(held: Any) -> bool:
-    floats = [
+def _poisoned(inner: Any, params: Any) -> bool:
+    return not bool(_sound(_floats(inner), _floats(params)))
+
+
+def _floats(tree: Any) -> list[jax.Array]:
+    return [
         leaf
-        for leaf in jax.tree.leaves(held)
+        for leaf in jax.tree.leaves(tree)
         if jnp.issubdtype(dtype_of(leaf) or jnp.int32, jnp.inexact)
     ]
-    return not bool(_all_finite(floats))
 
 
 @jax.jit
-def _all_finite(arrays: list[jax.Array]) -> jax.Array:
-    flags = [jnp.all(jnp.isfinite(array)) for array in arrays]
+def _sound(inner: list[jax.Array], params: list[jax.Array]) -> jax.Array:
+    # A scalar of an optimizer's state may start at inf, as the best loss so far does in
+    # `optax.contrib.reduce_on_plateau`.
+    scalars = [jnp.logical_not(jnp.isnan(x)) for x in inner if not jnp.ndim(x)]
+    arrays = [x for x in inner if jnp.ndim(x)] + params
+    flags = scalars + [jnp.all(jnp.isfinite(array)) for array in arrays]
     return jnp.all(jnp.stack(flags)) if flags else jnp.ones((), jnp.bool_)
