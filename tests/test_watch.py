@@ -154,14 +154,14 @@ def test_a_closer_look_is_taken_only_for_an_alarm():
 
 
 def test_rows_are_taken_as_they_are():
-    """The scale of a skip is the one that was used."""
+    """A message says the scale after the step, whether it was applied or skipped."""
     found = []
     watch = Watch(found.append, 2)
     for step in range(2):
         watch.note(Row(step, 4.0, 2.0, False, Verdict.BAD_BATCH, offenders=("w",)))
     watch.note(Row(2, 2.0, 2.0, True, Verdict.APPLIED, norm=1.0))
-    assert found == [Stuck(2, 2, 4.0, Verdict.BAD_BATCH, ("w",))]
-    assert (watch.steps, watch.skips, watch.row) == (3, 2, 0)
+    assert found == [Stuck(2, 2, 2.0, Verdict.BAD_BATCH, ("w",))]
+    assert (watch.steps, watch.skips, watch.streak) == (3, 2, 0)
 
 
 def test_an_episode_is_one_line(caplog):
@@ -181,6 +181,22 @@ def test_an_episode_is_one_line(caplog):
     assert record.getMessage() == (
         f"warm-up: 1 skipped, settled at 3: divergence, "
         f"{VERDICTS[Verdict.DIVERGENCE].text}"
+    )
+
+
+@pytest.mark.parametrize("verdict", [Verdict.SPIKE, Verdict.NO_GRADS])
+def test_skips_without_an_overflow_are_not_called_one(verdict, caplog):
+    """The line begins with the verdict instead; mixed skips, with what was more."""
+    watch = Watch(patience=50)
+    watch.applied(4.0)
+    watch.skipped(4.0, verdict)
+    watch.skipped(4.0, verdict)
+    watch.skipped(4.0, Verdict.SCALE_TOO_HIGH)
+    watch.applied(4.0)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        f"{verdict}: 3 skipped, settled at 2^2: {VERDICTS[verdict].text}"
     )
 
 

@@ -2,9 +2,9 @@
 
 Training is stuck if `patience` steps in a row were skipped, if more than half of the
 last 4 x `patience` steps were, or if `patience` applied steps in a row were idle: their
-gradients were all exactly zero, or so small at a scale of 2^64 that they were nothing,
-or were not measured at a scale of 2^-24, where FP16 gradients are zero.  Front ends,
-report and doctor use this definition.
+gradients were all exactly zero, or negligibly small at a scale of 2^64, or were not
+measured at a scale of 2^-24, where FP16 gradients are zero.  Front ends, report and
+doctor use this definition.
 """
 
 import logging
@@ -33,6 +33,7 @@ __all__ = [
 PATIENCE = 50
 _CEILING = 2.0**64  # the highest scale of `Backoff` and `Headroom`
 _NOTHING = 2.0**-40  # norm of gradients that move no weight
+_NO_OVERFLOW = (Verdict.SPIKE, Verdict.NO_GRADS)  # skipped for another reason
 _QUIET = 20  # clean steps between two lines, unless an episode has doubled
 
 
@@ -47,7 +48,7 @@ class Stuck:
 
     skipped: int  # in a row, or within the window
     window: int  # steps considered; equal to `skipped` for a row
-    scale: float
+    scale: float  # after the last of these steps
     verdict: Verdict  # `applied` where the steps were idle
     offenders: tuple[str, ...] = ()
     zeros: int = 0  # steps in a row that were idle: gradients zero, or as good as zero
@@ -129,19 +130,19 @@ def window_of(patience: int = PATIENCE) -> int:
 
 
 def count_stuck(
-    row: int, skipped: int, looked: int, patience: int = PATIENCE
+    streak: int, skipped: int, looked: int, patience: int = PATIENCE
 ) -> tuple[int, int] | None:
     """Return (skipped steps, window) if training is stuck, else None.
 
-    `row` steps were skipped in a row, and `skipped` of the last `looked`, which are at
-    most `window_of(patience)`.
+    `streak` steps were skipped in a row, and `skipped` of the last `looked`, which are
+    at most `window_of(patience)`.
 
     Example:
-        >>> count_stuck(row=3, skipped=150, looked=200)
+        >>> count_stuck(streak=3, skipped=150, looked=200)
         (150, 200)
     """
-    if row >= patience:
-        return row, row
+    if streak >= patience:
+        return streak, streak
     if looked < window_of(patience) or skipped * 2 <= looked:
         return None
     return skipped, looked
@@ -179,7 +180,7 @@ class Watch:
         self.on_stuck, self.patience = on_stuck, patience
         self.steps = 0  # with a known outcome
         self.skips = 0
-        self.row = 0  # steps skipped in a row
+        self.streak = 0  # steps skipped in a row
         self.zeros = 0  # applied steps in a row that were idle
         self.found_zeros = False  # in the last step, by measuring
         self._log = logging.getLogger(logger)
@@ -198,7 +199,7 @@ class Watch:
         if row.applied:
             self.applied(row.next_scale, norm=row.norm, amax=row.amax)
         else:
-            self.skipped(row.scale, row.verdict, row.offenders, look=look)
+            self.skipped(row.next_scale, row.verdict, row.offenders, look=look)
 
     def applied(
         self,
@@ -215,7 +216,7 @@ class Watch:
         self.steps += 1
         self._window.append(False)
         self._clean += 1
-        self.row = 0
+        self.streak = 0
         if self._episode:
             self._log_episode(scale)
         self._ever_clean = True
@@ -241,12 +242,13 @@ class Watch:
     ) -> None:
         """Add a step that was skipped; may warn or raise.
 
-        `look` returns a better verdict and the offenders, at the cost of a device
-        read: it is called only if training is stuck.
+        `scale` is the one after the step, as in `applied`.  `look` returns a better
+        verdict and the offenders, at the cost of a device read: it is called only if
+        training is stuck.
         """
         self.steps += 1
         self.skips += 1
-        self.row += 1
+        self.streak += 1
         self._episode += 1
         self._clean = 0
         self._window.append(True)
@@ -255,7 +257,7 @@ class Watch:
         if self._alarmed:
             return
         window = self._window
-        found = count_stuck(self.row, sum(window), len(window), self.patience)
+        found = count_stuck(self.streak, sum(window), len(window), self.patience)
         if found is not None:
             self._alarmed = True
             if look is not None:
@@ -280,13 +282,17 @@ class Watch:
         normal, end = meaning.normal, f"settled at {_power(after)}"
         if after <= MIN_SCALE:
             normal, end = False, f"fell to {_power(after)}, where FP16 gradients are 0"
+        title = "overflow" if self._ever_clean else "warm-up"
+        text = "normal" if normal else f"{cause.value}, {meaning.text}"
+        if cause in _NO_OVERFLOW:
+            title, text = cause.value, meaning.text
         self._log.log(
             logging.INFO if normal else logging.WARNING,
             "%s: %d skipped, %s: %s",
-            "overflow" if self._ever_clean else "warm-up",
+            title,
             self._episode,
             end,
-            "normal" if normal else f"{cause.value}, {meaning.text}",
+            text,
         )
         self._logged, self._logged_at = self._episode, self.steps
         self._episode, self._verdicts, self._first = 0, {}, ()
