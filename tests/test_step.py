@@ -1,13 +1,15 @@
 """The arithmetic of a step: one schedule, one decision, one clip factor everywhere."""
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import buoy
+from buoy._core.advance import Found, advance
 from buoy._core.ops import PLAIN, ops_of
 from buoy._core.step import (
     MEASUREMENTS,
@@ -70,6 +72,70 @@ def test_every_measurement_is_a_field_of_what_a_policy_is_shown():
     shown = {field.name for field in fields(buoy.Seen)} - {"finite"}
     assert set(MEASUREMENTS) == shown
     assert all(name == made.name for name, made in MEASUREMENTS.items())
+
+
+@pytest.mark.parametrize(("name", "shown"), [("norm_log2", 3.0), ("underflow", 8.0)])
+@pytest.mark.parametrize("front_end", ["variables", "jax"])
+def test_a_policy_gets_the_logarithm_of_a_value_whose_name_says_so(
+    front_end, name, shown, monkeypatch
+):
+    """A backend's table has the value, in every front end."""
+
+    class Shown(buoy.Backoff):
+        @property
+        def wants(self):
+            return frozenset({name})
+
+        def update(self, state, seen, *, ops=None):
+            return replace(state, scale=getattr(seen, name))
+
+    policy = Shown()
+    if front_end == "variables":
+        found = Found([False], True, 1.0, 1.0)
+        made = advance(
+            policy, policy.init(), found, {name: 8.0}, carried=1.0, ops=PLAIN
+        )
+        assert made.state.scale == shown
+        return
+    jnp = pytest.importorskip("jax.numpy")
+    optax = pytest.importorskip("optax")
+    from buoy.jax import loss_scaled, scale_of
+    from buoy.jax.survey import MEASURE
+
+    monkeypatch.setitem(MEASURE, name, lambda leaves, lowered: jnp.float32(8.0))
+    monkeypatch.setitem(MEASUREMENTS, name, Measurement(name))  # in every step
+    tx, grads = loss_scaled(optax.sgd(0.1), policy), jnp.ones(2)
+    state = tx.init(grads)
+    assert scale_of(state) == 2.0**16
+    assert scale_of(tx.update(grads, state)[1]) == shown
+
+
+def test_the_contract_suite_offers_what_any_measurement_gives(monkeypatch):
+    """A new one needs a line in the table, and a field."""
+
+    @dataclass(frozen=True)
+    class Wider(buoy.Seen):
+        median_log2: Any = None
+        sparsity: Any = None
+
+    class Placing(buoy.Backoff):
+        @property
+        def wants(self):
+            return frozenset({"median_log2", "sparsity"})
+
+        def update(self, state, seen, *, ops=None):
+            moved = super().update(state, seen, ops=ops)
+            sizes.append(seen.median_log2 < 8.0)
+            shares.append(seen.sparsity < 0.5)
+            return moved
+
+    sizes, shares = [], []
+    monkeypatch.setattr("buoy.testing.Seen", Wider)
+    for name in ("median_log2", "sparsity"):
+        monkeypatch.setitem(MEASUREMENTS, name, Measurement(name))
+    check_policy(Placing(), backends=("numpy",), examples=20)
+    assert sizes
+    assert shares
 
 
 PAIRS = [

@@ -27,7 +27,7 @@ from buoy._core.step import MEASUREMENTS
 
 __all__ = ["ContractError", "Opaque", "check_policy", "opaque_ops"]
 
-Event = tuple[bool, float | None, float | None, float]  # finite, amax, underflow, loss
+Event = tuple[bool, float, float, float]  # finite, log2 of a size, a share, loss
 
 
 class ContractError(BuoyError, AssertionError):
@@ -198,17 +198,17 @@ def _check_scale(policy: Any, state: Any, when: str) -> None:
 
 
 def _seen(policy: Any, event: Event) -> Seen:
-    finite, amax, underflow, loss = event
-    norm = None
-    if "norm_log2" in policy.wants and amax is not None:
-        # With clipping, not every `amax_log2` is measured.
-        norm, amax = amax + 4.0, math.nan if loss > 1.0 else amax
-    return Seen(
-        finite=finite,
-        amax_log2=amax if "amax_log2" in policy.wants else None,
-        underflow=underflow if "underflow" in policy.wants else None,
-        norm_log2=norm,
-    )
+    finite, size, share, loss = event
+    values = {
+        name: size if name.endswith("_log2") else share
+        for name in MEASUREMENTS
+        if name in policy.wants
+    }
+    if "norm_log2" in values:
+        values["norm_log2"] = size + 4.0
+        if "amax_log2" in values and loss > 1.0:
+            values["amax_log2"] = math.nan  # not measured in every step that clips
+    return Seen(finite=finite, **values)
 
 
 def _hypothesis() -> tuple[Any, Any, Any]:
@@ -338,9 +338,9 @@ def _tour() -> list[Event]:
     due = MEASUREMENTS["underflow"].due
     for index in range(96):
         finite = index % 7 != 6 and not 40 <= index < 44
-        amax = -math.inf if index % 31 == 30 else float(index % 19) - 6.0
-        underflow = 0.01 * (index % 3) if due(index) else math.nan
-        events.append((finite, amax, underflow, 2.0 ** (index % 23 - 11)))
+        size = -math.inf if index % 31 == 30 else float(index % 19) - 6.0
+        share = 0.01 * (index % 3) if due(index) else math.nan
+        events.append((finite, size, share, 2.0 ** (index % 23 - 11)))
     return events
 
 

@@ -14,7 +14,7 @@ from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.start import exponent_of
 from buoy._core.state import Seen
-from buoy._core.step import decide
+from buoy._core.step import as_wanted, decide
 
 __all__ = [
     "LARGEST_HALF",
@@ -59,7 +59,8 @@ def advance(
     """Decide about a step and move the scale.
 
     `carried` is the scale that the gradients carry: `state.scale`, or 1 if they are
-    unscaled already.  `measured` has what the policy wants besides `amax_log2`.
+    unscaled already.  `measured` has what the policy wants besides `amax_log2`, as
+    `as_wanted` takes it.
 
     Example:
         >>> from buoy import Backoff
@@ -71,10 +72,10 @@ def advance(
         (False, 4.0, 0.125)
     """
     inverse = 1.0 / carried
-    amax_log2 = None
+    sizes = dict(measured)
     if "amax_log2" in policy.wants:
-        amax_log2 = exponent_of(found.amax * (single(state.scale, ops) * inverse))
-    seen = Seen(finite=found.finite, amax_log2=amax_log2, **measured)
+        sizes["amax_log2"] = found.amax * (single(state.scale, ops) * inverse)
+    seen = Seen(finite=found.finite, **as_wanted(sizes, exponent_of))
     applied, after, factor = decide(policy, state, seen, inverse=inverse, ops=ops)
     unscaled = (found.norm * inverse, found.amax * inverse)
     return Advanced(

@@ -5,6 +5,7 @@ torch tensors and JAX tracers; each backend has its `Ops`.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "Decision",
     "Measurement",
     "Row",
+    "as_wanted",
     "bounded_norm",
     "clip_factor",
     "decide",
@@ -98,6 +100,25 @@ def schedule(wants: frozenset[str], *, clips: bool) -> dict[str, Measurement]:
     elif {"amax_log2", "norm_log2"} <= wants:
         found["amax_log2"] = _BESIDE_NORM
     return found
+
+
+def as_wanted(
+    measured: Mapping[str, Scalar], log2: Callable[[Scalar], Scalar]
+) -> dict[str, Scalar]:
+    """Return measurements as policies read them, for the fields of `Seen`.
+
+    For a name that ends in `_log2`, backends measure the value, and policies get its
+    logarithm.
+
+    Example:
+        >>> from buoy._core.ops import PLAIN
+        >>> as_wanted({"amax_log2": 8.0, "underflow": 0.25}, PLAIN.log2)
+        {'amax_log2': 3.0, 'underflow': 0.25}
+    """
+    return {
+        name: log2(value) if name.endswith("_log2") else value
+        for name, value in measured.items()
+    }
 
 
 def sample_stride(count: int) -> int:

@@ -11,7 +11,7 @@ from buoy._backends.jax import ops
 from buoy._core.policies.policy import Policy
 from buoy._core.ring import UNKNOWN
 from buoy._core.state import Seen
-from buoy._core.step import Measurement, decide, schedule
+from buoy._core.step import Measurement, as_wanted, decide, schedule
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.carried import check_read
@@ -167,17 +167,15 @@ def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -
     finite = jnp.logical_not(jnp.any(looked.bad))
     if options.max_norm is not None:
         finite &= jnp.isfinite(norm) & jnp.isfinite(norm * scales.inverse)
-    wanted = options.wanted
-    size = None if amax is None else _log2(amax * scales.lowered)
-    if size is not None and "amax_log2" in wanted:
-        due = wanted["amax_log2"].due(steps)
+    wanted, measured = options.wanted, dict(looked.measured)
+    if amax is not None:
+        size = amax * scales.lowered
+        due = wanted["amax_log2"].due(steps) if "amax_log2" in wanted else True
         size = size if due is True else jnp.where(due, size, jnp.nan)
-    return Seen(
-        finite=finite,
-        amax_log2=size,
-        norm_log2=_log2(norm * scales.lowered) if "norm_log2" in wanted else None,
-        **looked.measured,
-    )
+        measured["amax_log2"] = size
+    if "norm_log2" in wanted:
+        measured["norm_log2"] = norm * scales.lowered
+    return Seen(finite=finite, **as_wanted(measured, _log2))
 
 
 def _log2(size: jax.Array) -> jax.Array:
