@@ -8,7 +8,7 @@ import pytest
 
 import buoy
 from buoy._core.policies.presets import PRESETS
-from buoy._core.policies.registry import CLASSES, listed
+from buoy._core.policies.registry import CLASSES, listed, saved_classes
 
 
 def test_unknown_name_suggests_and_lists():
@@ -27,6 +27,21 @@ def test_every_name_makes_a_policy_with_its_defaults(name):
     state = buoy.policy(name).init()
 
     assert 0 < state.scale <= 2.0**32
+
+
+@pytest.mark.parametrize("annotation", [None, "BackoffState"])
+def test_a_policy_in_the_table_says_the_class_of_its_state(annotation, monkeypatch):
+    """Who adds one without an annotation, or with a string, reads what to write."""
+
+    class Tide(buoy.Backoff):
+        def init(self, *, scale=None):
+            return super().init(scale=scale)
+
+    if annotation is not None:
+        Tide.init.__annotations__["return"] = annotation
+    monkeypatch.setitem(CLASSES, "tide", Tide)
+    with pytest.raises(buoy.PolicyError, match=r"`Tide\.init` must be annotated"):
+        saved_classes()
 
 
 def test_presets_take_the_peers_own_names():

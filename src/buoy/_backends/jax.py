@@ -15,7 +15,7 @@ from buoy._core.advance import Found
 from buoy._core.errors import PolicyError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Precision, Scalar
-from buoy._core.policies.registry import CLASSES
+from buoy._core.policies.registry import CLASSES, state_class
 from buoy._core.state import Seen
 from buoy._core.step import BLOCK, SMALL, sample_stride
 
@@ -96,8 +96,8 @@ def register(kind: type[Any]) -> type[Any]:
     )
 
 
-for _kind in {cls.init.__annotations__["return"]: None for cls in CLASSES.values()}:
-    register(_kind)
+for _policy in CLASSES.values():
+    register(state_class(_policy))  # type: ignore[arg-type]
 register(Seen)
 
 

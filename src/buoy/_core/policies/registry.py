@@ -30,6 +30,7 @@ __all__ = [
     "policies",
     "policy",
     "saved_classes",
+    "state_class",
 ]
 
 GROUP = "buoy.policies"
@@ -46,8 +47,29 @@ CLASSES: dict[str, type[Any]] = {
 def saved_classes() -> tuple[type[Any], ...]:
     """Return the classes of built-in policies and states, for saving and loading."""
     policies: tuple[type[Any], ...] = (*CLASSES.values(), PeerBackoff)
-    states = {cls.init.__annotations__["return"]: None for cls in policies}
+    states = dict.fromkeys(map(state_class, policies))
     return (*policies, Quirks, *states)
+
+
+def state_class(kind: type[Any]) -> type[Any]:
+    """Return the class of a built-in policy's state, from the annotation of `init`.
+
+    Not by calling `init`: this is needed when Buoy is imported, and `init` imports the
+    backends of the frameworks that are loaded.
+
+    Example:
+        >>> state_class(Backoff).__name__
+        'BackoffState'
+    """
+    found = kind.init.__annotations__.get("return")
+    if not isinstance(found, type):
+        message = (
+            f"`{kind.__name__}.init` must be annotated with the class of the state "
+            f"that it returns, got {found!r}: saving, loading and JAX find it there. "
+            "Write `def init(self) -> MyState`, with the class and not its name."
+        )
+        raise PolicyError(message)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
