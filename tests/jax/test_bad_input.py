@@ -203,7 +203,7 @@ def damaged(name, value):
     ("name", "value", "found"),
     [
         ("steps", None, "NoneType"),
-        ("steps", jnp.ones(()), "float32"),
+        ("steps", jnp.ones(()), "float32.*must be an integer array"),
         ("steps", jnp.zeros(3, int), r"int32 of shape \(3,\)"),
         ("rows", jnp.zeros((64, 3)), r"shape \(64, 3\)"),
         ("rows", jnp.zeros((0, 7)), r"shape \(0, 7\)"),
@@ -211,7 +211,8 @@ def damaged(name, value):
         ("rows", "text", "str"),
         ("bad", jnp.zeros((64, 1), bool), r"shape \(64, 1\)"),
         ("scaling.scale", None, "NoneType"),
-        ("scaling.scale", jnp.zeros((), int), "int32"),
+        ("bad", jnp.zeros((64, 2)), "float32.*must be a boolean array"),
+        ("scaling.scale", jnp.zeros((), int), "int32.*must be a floating-point array"),
         ("scaling.scale", jnp.ones(2), r"shape \(2,\)"),
         ("scaling.clean_steps", "7", "str"),
     ],

@@ -109,7 +109,7 @@ def kept(
 ) -> Any:
     """Return a policy's new state with its scale within the bounds.
 
-    A scale that is NaN, 0 or negative says nothing: the state stays as it was.  Other
+    A scale that is NaN, 0 or negative is unusable: the state stays as it was.  Other
     scales become the nearest bound.
     """
     if ops is PLAIN:

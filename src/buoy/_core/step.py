@@ -36,7 +36,7 @@ __all__ = [
 
 SMALL_LOG2 = -20.0
 SMALL = 2.0**SMALL_LOG2  # scaled gradients below it count in `Seen.underflow`
-SAMPLE = 2**18  # gradients to look at, about, for that count
+SAMPLE = 2**18  # approximate sample size for that count
 BLOCK = 64  # neighbours of a tensor that are looked at together
 CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
@@ -85,7 +85,9 @@ _BESIDE_NORM = Measurement("amax_log2", every=5, first=16)
 
 
 def schedule(wants: frozenset[str], *, clips: bool) -> dict[str, Measurement]:
-    """Return what is measured for a policy; `clips`: by a norm that is a size.
+    """Return what is measured for a policy.
+
+    `clips`: whether gradients are clipped by a norm of order 1 or more.
 
     Example:
         >>> wants = frozenset({"amax_log2", "norm_log2", "loss"})
@@ -122,11 +124,12 @@ def as_wanted(
 
 
 def sample_stride(count: int) -> int:
-    """Return which part of `count` gradients is searched for small ones, as 1 / part.
+    """Return the stride of the sample of `count` gradients.
 
-    Every front end looks at the same elements: of each flattened tensor the first 64
-    in every 64 x stride.  The stride has no factor 2 or 3, so that the blocks reach
-    all columns of a matrix whose width is 64 times a product of them.
+    One block in `stride` is searched for small gradients.  Every front end looks at
+    the same elements: of each flattened tensor the first 64 in every 64 x stride.  The
+    stride has no factor 2 or 3, so that the blocks reach all columns of a matrix whose
+    width is 64 times a product of them.
 
     Example:
         >>> [sample_stride(count) for count in (0, 2**18, 2**19, 30_000_000)]

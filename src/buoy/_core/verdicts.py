@@ -1,4 +1,4 @@
-"""Verdicts, the reasons of skipped steps: names, a table of meanings, loss rules.
+"""Verdicts, the reasons for skipped steps: names, a table of meanings, loss rules.
 
 To add one, add a name to `Verdict`, an entry to `VERDICTS`, and the code that sets it.
 """
@@ -149,4 +149,6 @@ def _climbs(sizes: Sequence[float]) -> bool:
     """Return whether the last losses rose at every step, and by a large factor."""
     tail = sizes[-_LEAST - 1 :]
     rising = all(a < b for a, b in pairwise(tail))
+    # By that factor already before this step: a single bad batch that follows a few
+    # slightly rising losses is no divergence.
     return rising and tail[-2] > _CLIMB * tail[0]

@@ -95,6 +95,13 @@ def initial_state(
     )
 
 
+_ARRAYS = {
+    jnp.integer: "an integer array",
+    jnp.floating: "a floating-point array",
+    jnp.bool_: "a boolean array",
+}
+
+
 def check_state(state: LossScaledState) -> None:
     """Raise for a damaged state, naming the field; reads only shapes and dtypes."""
     expected = {
@@ -120,7 +127,7 @@ def _check_array(name: str, value: Any, kind: Any, shape: tuple[Any, ...]) -> No
     if dtype is None or found is None:
         raise _damaged(name, value, "an array")
     if kind is not None and not jnp.issubdtype(dtype, kind):
-        raise _damaged(name, value, f"an array of {kind.__name__} numbers")
+        raise _damaged(name, value, _ARRAYS[kind])
     fits = len(found) == len(shape) and all(
         want in (None, have) for want, have in zip(shape, found, strict=True)
     )

@@ -24,10 +24,10 @@ class BackoffState:
     """The state of `Backoff`.  Fields that the policy does not use are None."""
 
     scale: Scalar  # float32 []
-    clean_steps: Scalar  # int32 []: finite steps since the scale last moved
-    budget: Scalar = None  # int32 []: overflows still tolerated, plus one
-    steps: Scalar = None  # int32 []: steps since the scale last moved
-    overflows: Scalar = None  # int32 []: overflows since the scale last fell
+    clean_steps: Scalar  # int32 []: finite steps since the last overflow or growth
+    budget: Scalar = None  # int32 []: overflows until the scale falls
+    steps: Scalar = None  # int32 []: steps since the scale last grew or fell
+    overflows: Scalar = None  # int32 []: since the scale last fell; growth keeps them
     # The rest is used only by presets.
     exponent: Scalar = None  # float64 []: log2 of the scale, where growth is a step
     interval: Scalar = None  # float []: the growth interval, where it moves
@@ -60,8 +60,9 @@ class Backoff:
 
     `hysteresis` is the number of overflows that it takes to lower the scale;
     `hysteresis_refill` says what resets this count: growth, a finite ("clean") step, or
-    any change of the scale.  `tolerance`: the scale does not fall while the share of
-    overflows since its last change is below this.
+    any change of the scale.  `tolerance`: the scale does not fall while the number of
+    overflows since it last fell, divided by the number of steps since it last fell or
+    grew, is below this.
 
     Example:
         >>> policy = Backoff(init_scale_power=4, growth_interval=2)
