@@ -18,6 +18,7 @@ from buoy._core.ops import PLAIN, single
 from buoy._core.policies.policy import Policy, finite_only
 from buoy._core.policies.start import started
 from buoy._core.state import Seen, map_state
+from buoy._core.step import as_wanted
 
 __all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyRunner"]
 
@@ -41,23 +42,14 @@ class Evidence(NamedTuple):
         }
         if self.finite is None or None in values.values():
             return None
-        sizes = {name: _as_wanted(name, x) for name, x in values.items()}
-        return Seen(finite=self.finite, **sizes)
+        return Seen(finite=self.finite, **as_wanted(values, PLAIN.log2))
 
     def on_device(self) -> Seen:
         """Return it as tensors."""
-        sizes = {
-            name: _as_wanted(name, backend.scalar(x, self.found.device))
-            for name, x in self.measured.items()
-        }
-        return Seen(finite=self.found.reshape(()) == 0, **sizes)
-
-
-def _as_wanted(name: str, number: Any) -> Any:
-    """Return a measurement as policies read it: log2 of a size."""
-    if not name.endswith("_log2"):
-        return number
-    return PLAIN.log2(number) if isinstance(number, float) else torch.log2(number)
+        home = self.found.device
+        sizes = {name: backend.scalar(x, home) for name, x in self.measured.items()}
+        finite = self.found.reshape(()) == 0
+        return Seen(finite=finite, **as_wanted(sizes, torch.log2))
 
 
 class PolicyRunner:
