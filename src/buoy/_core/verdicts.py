@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["EXPLAINED", "HISTORY", "VERDICTS", "Meaning", "Verdict", "judge_losses"]
+__all__ = ["HISTORY", "VERDICTS", "Meaning", "Verdict", "judge_losses"]
 
 HISTORY = 32  # losses of earlier steps that are kept
 _LEAST = 4  # losses: fewer show nothing
@@ -117,8 +117,6 @@ VERDICTS = {
         marker="triangle",
     ),
 }
-
-EXPLAINED = {verdict: meaning.text for verdict, meaning in VERDICTS.items()}
 
 
 def judge_losses(now: Sequence[float], before: Sequence[float]) -> Verdict:

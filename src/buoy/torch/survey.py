@@ -68,8 +68,7 @@ class Surveyor:
         for hook in self.hooks.before_look:
             hook(work)
         gathered = work.gathered = gather(work.optimizer)
-        # A dict is a third of the size of a set: freeing it is cheap.
-        if len(dict.fromkeys(map(id, gathered.held))) < len(gathered.held):
+        if not (gathered.plain or gathered.distinct):
             raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
         apart = gathered.grads is not gathered.held  # torch.distributed is in use
         if apart and gathered.sharded and not self.agreement.active:

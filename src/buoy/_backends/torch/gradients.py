@@ -53,7 +53,12 @@ class Gathered(NamedTuple):
     held: list[torch.Tensor]  # the `.grad` of each, as it is
     grads: list[torch.Tensor]
     buckets: list[Bucket]
-    plain: bool = False  # dense float32, all on one device
+    plain: bool = False  # dense float32, all on one device, no two of them the same
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no two parameters share one gradient."""
+        return len(set(map(id, self.held))) == len(self.held)
 
     @property
     def sharded(self) -> bool:
@@ -128,20 +133,20 @@ def gather(optimizer: Any) -> Gathered:
 
 
 def _plain_gradients(params: list[Any]) -> list[Any] | None:
-    """Return the gradients if all are there, dense float32 and on one device."""
+    """Return the gradients if all are there, dense float32, on one device, distinct."""
     first = params[0].grad if params else None
     if first is None:
         return None
     home, on_cpu = first.device, first.is_cpu
-    found = []
+    found = {}  # by id: cheaper than to compare the ids of a list
     for param in params:
         grad = param.grad
         if grad is None or grad.dtype is not _FLOAT or grad.layout is not _STRIDED:
             return None
         if not (grad.is_cpu if on_cpu else grad.device == home):
             return None
-        found.append(grad)
-    return found
+        found[id(grad)] = grad
+    return list(found.values()) if len(found) == len(params) else None
 
 
 def _local_part(param: Any) -> torch.Tensor:
