@@ -12,6 +12,7 @@ import torch
 from against import expect
 from nets import OPTIMIZERS, batch, loss_of, net, train
 
+from buoy import Verdict
 from buoy.torch import (
     BuoyWarning,
     CallOrderError,
@@ -403,3 +404,34 @@ def test_a_loss_without_a_graph_among_others_is_told_nothing():
     for step in range(5):
         train(scaler, model, optimizer, ["ok"], start=step)
         scaler.scale(torch.ones(()))
+
+
+def test_clipping_by_hand_is_noticed_for_an_optimizer_that_comes_later():
+    """Checks of the first optimizer have ended by then."""
+    scaler, models = GradScaler("cpu"), (net(), net(1))
+    first, later = (torch.optim.SGD(one.parameters(), lr=0.1) for one in models)
+    train(scaler, models[0], first, ["ok"] * 20)
+
+    with pytest.warns(BuoyWarning, match="clip"):
+        train(
+            scaler,
+            models[1],
+            later,
+            ["ok"] * 5,
+            before_step=lambda: torch.nn.utils.clip_grad_norm_(
+                models[1].parameters(), 1.0
+            ),
+        )
+
+
+def test_gradients_left_after_a_late_skip_are_stale():
+    """A skip is looked at again, however long training went well."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    train(scaler, model, optimizer, ["ok"] * 20 + ["inf"])
+
+    scaler.scale(loss_of(model, 0)).backward()  # without `zero_grad`
+    scaler.step(optimizer)
+
+    assert Verdict.STALE_GRADS is scaler.last_step.verdict

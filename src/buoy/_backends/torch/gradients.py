@@ -135,7 +135,7 @@ def gather(optimizer: Any) -> Gathered:
 def _plain_gradients(params: list[Any]) -> list[Any] | None:
     """Return the gradients if all are there, dense float32, on one device, distinct."""
     first = params[0].grad if params else None
-    if first is None:
+    if first is None or torch.compiler.is_dynamo_compiling():  # a graph must not use id
         return None
     home, on_cpu = first.device, first.is_cpu
     found = {}  # by id: cheaper than to compare the ids of a list
