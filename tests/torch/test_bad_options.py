@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from against import expect
@@ -62,7 +63,7 @@ def test_numbers_of_other_kinds_are_taken():
         "cpu",
         init_scale=numpy.float32(8),
         growth_factor=numpy.float64(4),
-        growth_interval=numpy.int64(1),
+        growth_interval=np.int64(1),
         min_scale=numpy.float32(1),
     )
     model = net()
@@ -120,3 +121,11 @@ def test_update_of_a_joint_scaler_before_any_step_says_what_is_missing():
     """As that of any other scaler."""
     with pytest.raises(CallOrderError, match="Attempted update but _scale is None"):
         GradScaler("cpu", skip="joint").update()
+
+
+@pytest.mark.parametrize("interval", [9, np.int64(9)])
+def test_an_interval_may_be_any_integer(interval):
+    """As in the constructor."""
+    scaler = GradScaler("cpu")
+    scaler.set_growth_interval(interval)
+    assert 9 == scaler.get_growth_interval()

@@ -1,6 +1,7 @@
 """`managed=True`: a training library calls the scaler, and `update` more than once."""
 
 import copy
+import math
 import subprocess
 import sys
 from itertools import product
@@ -262,3 +263,31 @@ for _ in range(3):
     )
     assert done.stdout.split() == ["moved"] * 3
     assert len(buoy.trace.load(path).rows) == 3
+
+
+def test_a_setter_counts_from_the_next_iteration_on():
+    """A deferred update is carried out first."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, managed=True)
+    scaler.scale(weight.sum() * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    scaler.set_backoff_factor(0.25)
+
+    assert 4.0 == scaler.get_scale()
+
+
+def test_a_scale_set_by_hand_follows_a_deferred_update():
+    """The skipped step is not lost."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, managed=True)
+    scaler.scale(weight.sum() * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    scaler.update(64.0)
+
+    assert "scale=64, applied=0, skipped=1" in repr(scaler)

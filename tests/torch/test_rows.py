@@ -148,3 +148,37 @@ def test_a_bad_batch_is_told_from_the_largest_of_its_losses(
         verdicts.append(scaler.last_step.verdict.value)
     assert verdicts[2] == "scale_too_high"  # too few losses to tell
     assert verdicts[-2:] == ["scale_too_high", "bad_batch"]
+
+
+@pytest.mark.parametrize("losses", [(math.nan, 1.0), (1.0, math.nan), (1.0, 1.0)])
+def test_a_late_row_knows_whether_any_loss_was_finite(losses):
+    """Of several micro-batches, not only of the last."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler, rows = GradScaler("cpu", sync="never"), []
+    scaler._log.record = lambda row, entry: rows.append(row)
+    for factor in losses:
+        scaler.scale(weight.sum() * factor).backward()
+    weight.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler._log.collect(wait=True)
+
+    assert [scaler.last_step.verdict] == [row.verdict for row in rows]
+
+
+@pytest.mark.parametrize("orders", [(2.0, 2.0), (math.inf, math.inf), (2.0, math.inf)])
+def test_norms_of_several_optimizers_are_combined_by_their_order(orders):
+    """Norms of different orders make none."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    scaler, rows = GradScaler("cpu"), []
+    scaler._log.record = lambda row, entry: rows.append(row)
+    scaler.scale(3.0 * weights[0].sum() + 4.0 * weights[1].sum()).backward()
+    for weight, order in zip(weights, orders, strict=True):
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler.clip_grad_norm_(optimizer, 10.0, order)
+        scaler.step(optimizer)
+    scaler.update()
+
+    expected = {(2.0, 2.0): 5.0, (math.inf, math.inf): 4.0}.get(orders)
+    assert [expected] == [row.norm for row in rows]

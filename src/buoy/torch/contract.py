@@ -91,7 +91,7 @@ class TorchContract(TorchGradScaler):
             scale.fp16_loss = True
         if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
             iteration.losses.append(noted)
-            if scale.wants and iteration.scalings == 1:  # later it must not change
+            if scale.wants and iteration.scalings == 1:  # then it must not change
                 self._surveyor.foresee(loss)
 
     def _check_scale_growth_tracker(
@@ -144,14 +144,14 @@ class TorchContract(TorchGradScaler):
 
     def _configure(self, name: str, value: Any) -> None:
         if self._enabled:
+            self._flush()
             check_factor(name, value)
             self._loss_scale.configure(name, value)
 
     def _work(self, optimizer: Any, method: str) -> Work:
         """Return an optimizer's work; raise if `method` may not be called on it now.
 
-        Every path to an update calls this.  It checks that the gradients are still
-        those that were inspected.
+        Every path to an update calls this: are these the gradients that were inspected?
         """
         if self._loss_scale.tensor is None:
             self._check_scale_growth_tracker(method)
@@ -234,9 +234,8 @@ class TorchContract(TorchGradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients if needed, and step if all of them are finite.
 
-        With a closure, each evaluation is scaled, checked and unscaled.  The closure
-        returns the loss, or scales it and calls `backward` itself; see
-        docs/guides/closures.md.
+        A closure returns the loss, or scales it and calls `backward` itself; each
+        evaluation is checked and unscaled (docs/guides/closures.md).
         """
         if (args or kwargs) and feature("closures").given(args, kwargs):
             return feature("closures").step(self, optimizer, args, kwargs)
@@ -341,9 +340,11 @@ class TorchContract(TorchGradScaler):
         if torch.compiler.is_dynamo_compiling():
             compiled().update(self)
             return
-        if self._options.managed and new_scale is None:
-            feature("managed").defer(self)
-            return
+        if self._options.managed:
+            if new_scale is None:
+                feature("managed").defer(self)
+                return
+            self._flush()
         self._end_iteration(new_scale)
 
     def _end_iteration(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -357,7 +358,7 @@ class TorchContract(TorchGradScaler):
             self._update(new_scale)
 
     def _update(self, new_scale: Any = None, *, idle: bool = False) -> None:
-        """Update this scale only, and end its iteration; `idle`: needs no step."""
+        """Update this scale only; `idle`: also if no optimizer has findings."""
         scale, iteration = self._loss_scale, self._iteration
         if scale.tensor is None:
             self._check_scale_growth_tracker("update")

@@ -48,7 +48,7 @@ class Work(dict[str, Any]):
     norm: torch.Tensor | None = None  # unscaled, before clipping
     clipped_norm: torch.Tensor | None = None
     order = 2.0  # of that norm
-    clips = False  # the first inspection took the norm
+    clips = False  # the first inspection measured a norm of order 1 or more
     measured: Measured = _NOTHING  # by `Policy.wants`
     amax: float | torch.Tensor | None = None  # the largest scaled magnitude
     policy_flags: Flags | None = None  # what the policy sees; None: the same flags

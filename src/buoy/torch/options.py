@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -207,7 +208,7 @@ def check_factor(name: str, value: Any) -> None:
     """Raise for a factor or an interval that makes the scale unusable."""
     if name == "growth_interval" and not hasattr(value, "__index__"):
         raise OptionError(f"{_STEPS.format(name)}, got {value!r:.80}.")
-    number = isinstance(value, (int, float)) and math.isfinite(value)
+    number = isinstance(value, Real) and math.isfinite(value)
     if not number or (value <= 0 and name != "growth_interval"):
         raise OptionError(
             f"`{name}` must be a finite number; factors must be greater than 0, got "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.bounds import MIN_SCALE, bounds_of, foreseen, initial, moved
+from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, single
@@ -20,7 +20,7 @@ from buoy._core.policies.start import started
 from buoy._core.state import Seen, map_state
 from buoy._core.step import as_wanted
 
-__all__ = ["FLOAT32_MAX", "MIN_SCALE", "SMALLEST", "Evidence", "PolicyRunner"]
+__all__ = ["FLOAT32_MAX", "SMALLEST", "Evidence", "PolicyRunner"]
 
 SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
 LARGEST_HALF = 2.0**15  # the largest power of two that FP16 holds

@@ -11,19 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
+from buoy._core.bounds import MIN_SCALE
 from buoy._core.codec import encode
 from buoy._core.errors import OptionError
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import single
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
-from buoy.torch.policy_runner import (
-    FLOAT32_MAX,
-    MIN_SCALE,
-    SMALLEST,
-    Evidence,
-    PolicyRunner,
-)
+from buoy.torch.policy_runner import SMALLEST, Evidence, PolicyRunner
 
 __all__ = ["Now", "Scale"]
 

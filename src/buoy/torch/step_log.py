@@ -168,6 +168,9 @@ class StepLog:
             flag = ended.evidence.found  # without vetoes of the spike guard
         losses, iteration = ended.iteration.losses, ended.iteration
         loss = losses[-1] if losses else None
+        if len(losses) > 1 and not known:  # NaN if any of them is not finite
+            each = torch.stack([backend.scalar(one, ended.home) for one in losses])
+            loss = each[-1] + (each * 0.0).sum()
         measured = (*_sizes(ended), loss, outcome._spike if outcome else None)
         numbers = [flag, iteration.differs, *ended.scales, *measured]
         iteration.differs = None
@@ -261,7 +264,7 @@ def _largest_loss(ended: Ended) -> Number:
 def _sizes(ended: Ended) -> tuple[Number | None, Number | None]:
     """Combine several optimizers' norms (unscaled) and largest gradients (scaled).
 
-    Unless each has one, the result is unknown: those of the others may be larger.
+    Unless each has one, and norms of one order, the result is unknown.
     """
     works = ended.works
     if len(works) == 1:
@@ -269,6 +272,8 @@ def _sizes(ended: Ended) -> tuple[Number | None, Number | None]:
     norms = [work.norm for work in works if work.norm is not None]
     sizes = [backend.scalar(x.amax, ended.home) for x in works if x.amax is not None]
     n = len(works) or None
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) == n else None
+    alike = len(norms) == n and len({work.order for work in works}) == 1
+    order = works[0].order if alike else 2.0
+    norm = torch.linalg.vector_norm(torch.stack(norms), order) if alike else None
     amax = torch.stack(sizes).max() if len(sizes) == n else None
     return norm, amax
