@@ -265,14 +265,20 @@ for _ in range(3):
     assert len(buoy.trace.load(path).rows) == 3
 
 
-def test_a_setter_counts_from_the_next_iteration_on():
-    """A deferred update is carried out first."""
+def with_a_deferred_skip():
+    """Make a scaler whose update after an overflow has not been carried out."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = GradScaler("cpu", init_scale=8.0, managed=True)
     scaler.scale(weight.sum() * math.inf).backward()
     scaler.step(optimizer)
     scaler.update()
+    return scaler
+
+
+def test_a_setter_counts_from_the_next_iteration_on():
+    """A deferred update is carried out first."""
+    scaler = with_a_deferred_skip()
 
     scaler.set_backoff_factor(0.25)
 
@@ -281,12 +287,7 @@ def test_a_setter_counts_from_the_next_iteration_on():
 
 def test_a_scale_set_by_hand_follows_a_deferred_update():
     """The skipped step is not lost."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0, managed=True)
-    scaler.scale(weight.sum() * math.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    scaler = with_a_deferred_skip()
 
     scaler.update(64.0)
 
