@@ -72,7 +72,7 @@ def _check_shape(policy: Any) -> None:
             raise _fail("frozen", f"the {what} {type(thing).__name__} must be frozen")
     if policy.init() != policy.init():
         raise _fail("pure", "`init` must give the same state every time")
-    extra = set(policy.wants) - {*MEASUREMENTS, "loss"}
+    extra = set(policy.wants) - {*MEASUREMENTS, "loss", "loss_finite"}
     if extra:
         raise _fail("wants", f"unknown measurements {sorted(extra)}")
     if policy.precision not in ("float32", "float64"):

@@ -26,9 +26,10 @@ class State(Protocol):
 class Policy(Protocol):
     """A policy: frozen settings, and a pure rule that sets the scale.
 
-    `wants` names what the rule reads beyond `finite`: "amax_log2", "underflow", "loss"
-    or, for steps that clip, "norm_log2"; front ends measure only that.  `precision` is
-    the dtype of the state's floats on array backends.
+    `wants` names what the rule reads beyond `finite`: "amax_log2", "underflow",
+    "loss_finite", for steps that clip "norm_log2", and "loss" (passed to `foresee`);
+    front ends provide only that.  `precision` is the dtype of the state's floats on
+    array backends.
 
     A rule must not branch on numbers (they may be tracers), read them on the host,
     or keep anything outside the state it returns.
