@@ -306,10 +306,10 @@ def main() -> None:
              ratio(with_it, without, rounds * 4, 1))  # fmt: skip
     for kind in ("idle", "sgd", "fused"):
         ways = tiny(kind)
-        line(f"scale+step+update, 20 x 100, {kind} / torch", 1.0,
+        line(f"scale+step+update, 20 x 100, {kind} / torch", 1.1,
              ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
     ways = with_clipping(parameters(20, 100))
-    line("scale+clip+step+update, 20 x 100, fused / torch", 0.9,
+    line("scale+clip+step+update, 20 x 100, fused / torch", 1.0,
          ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
     sweep(rounds, chosen.parameters)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from nets import loss_of, net
-from test_calls import CHECK, Passes
+from test_passes import CHECK, Passes
 from test_recipients import Noting
 from torch._subclasses.fake_tensor import FakeTensorMode
 

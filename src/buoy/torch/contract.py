@@ -203,17 +203,13 @@ class TorchContract(TorchGradScaler):
         """Check and multiply the gradients; return a flag per device."""
         work = self._per_optimizer_states.get(id(optimizer)) or Work()
         work.optimizer, scale = optimizer, self._loss_scale
-        recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `NoGrad`, without its two calls
-        try:
+        with torch.no_grad():
             gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
             measures = scale.wants or self._hooks.looked or self._surveyor.zeros_due()
             if measures and scale.tensor is not None:
                 self._surveyor.inspect(work, inv_scale.reshape(()), None)
             safe = scale.is_safe(inv_scale)
             return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
-        finally:
-            torch._C._set_grad_enabled(recording)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")

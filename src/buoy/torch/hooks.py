@@ -100,7 +100,7 @@ class Hooks:
         self.collect()
 
     def collect(self) -> None:
-        """Collect the overridden methods; resumes hooks that were paused."""
+        """Collect the overridden methods."""
         self.by_key = {one.key: one for one in self.extensions}
         for point in Hooks.__annotations__:
             found = tuple(
@@ -122,12 +122,6 @@ class Hooks:
         """Detach an extension."""
         self.extensions = [one for one in self.extensions if one is not extension]
         self.collect()
-
-    def pause(self, extension: Extension, point: str) -> None:
-        """Stop calling one hook of an extension until `collect` is called."""
-        hooks: tuple[Any, ...] = getattr(self, point)
-        others = (hook for hook in hooks if hook.func.__self__ is not extension)
-        setattr(self, point, tuple(others))
 
     def find(self, key: str) -> Any:
         """Return the extension with this key; None if there is none."""

@@ -121,7 +121,7 @@ class Surveyor:
 
     def check(self, work: Work) -> Flags:
         """Check without writing, for optimizers that unscale themselves."""
-        with backend.NoGrad():
+        with torch.no_grad():
             gathered = self.gather(work, allow_fp16=True)
             self.inspect(work, self.scale.now().inverse, None)
         survey: Any = work.survey
@@ -294,7 +294,7 @@ class Surveyor:
         applied to `.grad` unless the optimizer unscales itself.
         """
         before = work.gathered
-        with backend.NoGrad():
+        with torch.no_grad():
             norm = self.norm(work, order)
             if norm is None:
                 return torch.zeros_like(self.scale.now().tensor)
@@ -348,7 +348,7 @@ class Surveyor:
         multiplier, work.multiplier = work.multiplier, None
         work["stage"] = OptState.UNSCALED
         if multiplier is not None:
-            with backend.NoGrad():
+            with torch.no_grad():
                 multiply_(gathered or gather(work.optimizer), multiplier)
 
     def _veto(self, work: Work, runner: PolicyRunner) -> None:

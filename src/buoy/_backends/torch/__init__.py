@@ -16,7 +16,6 @@ from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
 __all__ = [
     "HostCount",
     "HostView",
-    "NoGrad",
     "amax",
     "any_nonfinite",
     "check_and_multiply_",
@@ -163,19 +162,6 @@ def multiply_(grads: Grads, factor: torch.Tensor) -> None:
         torch._foreach_mul_(grads, factor)
     else:
         check_and_multiply_(grads, torch.zeros_like(factor), factor)
-
-
-class NoGrad:
-    """A context manager like `torch.no_grad()`, in a third of its time."""
-
-    __slots__ = ("_recording",)
-
-    def __enter__(self) -> None:
-        self._recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._recording)
 
 
 def any_nonfinite(grads: Grads) -> torch.Tensor:

@@ -24,7 +24,7 @@ from buoy.torch.iteration import Work
 __all__ = ["Hints"]
 
 _LOSSES = 4  # the first losses, whose graphs are walked
-_MORE_LOSSES = 2  # after the 2nd, 4th, 8th ... step: the model may have been replaced
+_MORE_LOSSES = 2  # after the 2nd, 4th, 8th ... step, and a new optimizer's first one
 
 
 class Hints(Extension):
@@ -59,6 +59,8 @@ class Hints(Extension):
         self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
     ) -> None:
         """Check the graph of the first losses: steps in backward, BF16, no graph."""
+        if self._losses_left <= 0:
+            return
         if not loss.requires_grad:
             if loss.dim() == 0 and torch.is_grad_enabled() and not self._has_graph:
                 self._has_graph = False
@@ -67,8 +69,6 @@ class Hints(Extension):
         reached, dtypes = graph_of(loss)
         _refuse_steps_in_backward(scaler, scaled, reached)
         self._losses_left -= 1
-        if not self._losses_left:
-            scaler._hooks.pause(self, "loss_scaled")  # `before_step` resumes it
         in_bf16 = torch.bfloat16 in dtypes and torch.float16 not in dtypes
         if in_bf16 and not self._has_graph:
             self.warn("bf16", _BF16)
@@ -86,15 +86,12 @@ class Hints(Extension):
             scale = clipping.look(work.optimizer, scaler._loss_scale.tensor, losses)
             if scale is not None:
                 self.warn("clipped", _CLIPPED.format(scale))
-        if not self._bad and all(one.left <= 0 for one in self._clipping.values()):
-            scaler._hooks.pause(self, "before_look")
 
     def before_step(self, scaler: Any, work: Work) -> None:
         """Check an optimizer at its first step."""
         self._steps += 1
         if not self._steps & (self._steps - 1):
-            self._losses_left = max(self._losses_left, _MORE_LOSSES)
-            scaler._hooks.collect()
+            self._look_at_more_losses()
         optimizer = work.optimizer
         known = self._known.get(id(optimizer))
         if known is not None and known() is optimizer:
@@ -102,7 +99,7 @@ class Hints(Extension):
                 self._lookalikes = None
                 self.warn("other model", _OTHER_MODEL)
             return
-        scaler._hooks.collect()  # there is something to check again
+        self._look_at_more_losses()
         held = parameters_of(optimizer)
         if stepping := stepped_in_backward(held):
             raise _in_backward(scaler._names.of(optimizer, stepping))
@@ -114,7 +111,10 @@ class Hints(Extension):
         elif self._lookalikes is not None and scaler._names.looks_like(held):
             self._lookalikes.add(id(optimizer))
 
-    def skipped(self, scaler: Any, work: Work) -> None:
+    def _look_at_more_losses(self) -> None:
+        self._losses_left = max(self._losses_left, _MORE_LOSSES)
+
+    def skipped(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
         """Keep references to the gradients that were not finite."""
         outcome = work.outcome
         if outcome is not None and outcome.found is not None:
@@ -124,7 +124,6 @@ class Hints(Extension):
                 for owner in outcome.find_offenders()[:4]
                 if (grad := owner.grad) is not None
             ]
-            scaler._hooks.collect()
 
     def why_no_gradients(self, optimizer: Any) -> str:
         """Return why no parameter has a gradient; empty if unknown."""
