@@ -1,7 +1,6 @@
 """Replay: what a policy would have done, judged against the oracle."""
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ import buoy
 import buoy.trace
 from buoy import (
     Backoff,
-    Headroom,
     LogNormal,
     NoScaling,
     Replayed,
@@ -90,64 +88,6 @@ def test_replay_does_what_the_policy_does_step_by_step(
     assert (result.collapsed_at is None) == (len(scales) == len(amax)) or (
         result.collapsed_at == len(amax) - 1
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsDefined(Headroom):
-    """The same rule; as a class of its own it is replayed step by step."""
-
-
-def _histograms(steps: int) -> st.SearchStrategy[list[Histogram]]:
-    counts = st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(any)
-    made = st.tuples(st.integers(0, steps), st.integers(-45, -10), counts)
-    return st.lists(made, max_size=3, unique_by=lambda one: one[0]).map(
-        lambda found: [Histogram(a, b, tuple(c)) for a, b, c in sorted(found)]
-    )
-
-
-@given(data=st.data(), seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_the_derived_loop_is_the_rule_bit_for_bit(
-    data: st.DataObject, seed: int
-) -> None:
-    """Headroom replays as a loop that is made of its rule, whatever the history.
-
-    Of a long trace, what depends on the loss alone is computed by NumPy.  Where the odd
-    steps end, the rule comes to rest after 512 steps, and the loop becomes shorter.
-    """
-    rng, level, amax = random.Random(seed), 0.0, []
-    steps, last_odd = data.draw(st.sampled_from([(120, 120), (700, 60), (700, 700)]))
-    wild = data.draw(st.sampled_from([2.0, 0.3]))
-    for step in range(steps):
-        level = min(max(level + rng.gauss(0.0, wild), -60.0), 30.0)
-        odd = rng.choice([math.inf, -math.inf, math.nan, level + 20.0, level - 20.0])
-        amax.append(odd if step < last_odd and rng.random() < 0.1 else level)
-    loss = data.draw(
-        st.none()
-        | st.just([a - 3.0 for a in amax])
-        | st.just([-a for a in amax])
-        | st.just([40.0 * a for a in amax])
-    )
-    trace = Trace(
-        amax_log2=amax,
-        loss_log2=loss,
-        weight_histograms=data.draw(_histograms(len(amax))),
-        zero_log2=data.draw(st.sampled_from([-25.0, -150.0])),
-    )
-    chosen = {
-        "init_scale": data.draw(st.sampled_from([2.0**-4, 2.0**8, 2.0**16])),
-        "min_scale": data.draw(st.sampled_from([2.0**-24, 2.0**-4])),
-        "max_scale": data.draw(st.sampled_from([2.0**16, 2.0**64])),
-        "max_margin": data.draw(st.sampled_from([2.0, 11.0])),
-        "release_steps": data.draw(st.sampled_from([1.0, 32.0])),
-    }
-    derived, defined = replay(trace, [Headroom(**chosen), AsDefined(**chosen)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("buoy._core.replay.walk._LONG", 1)
-        patch.setattr("buoy._core.replay.walk._BLOCK", 50)
-        (columns,) = replay(trace, [Headroom(**chosen)])
-    assert derived.walk == columns.walk == defined.walk
-    assert derived.regret == columns.regret == defined.regret
 
 
 @pytest.mark.parametrize("name", ["backoff", "megatron", "fairseq", "deepspeed"])

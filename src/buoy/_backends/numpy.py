@@ -1,13 +1,12 @@
 """The rule's five functions on NumPy scalars."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
 
-__all__ = ["columns", "lift", "ops"]
+__all__ = ["lift", "ops"]
 
 
 class _NumPy:
@@ -39,53 +38,13 @@ class _NumPy:
             return np.asarray(x).astype(precision)[()]
 
 
-class _Columns(_NumPy):
-    """The functions on columns of float64: as on plain numbers, bit for bit."""
-
-    @staticmethod
-    def column(values: Sequence[float]) -> Scalar:
-        return np.array(values, np.float64)
-
-    @staticmethod
-    def where(condition: Scalar, if_true: Scalar, if_false: Scalar, /) -> Scalar:
-        return np.where(condition, if_true, if_false)
-
-    @staticmethod
-    def log2(x: Scalar, /) -> Scalar:
-        usable = ((x > 0.0) & (x < math.inf)).all()
-        return np.array(list(map(math.log2 if usable else PLAIN.log2, x.tolist())))
-
-    def floor_log2(self, x: Scalar, /) -> Scalar:
-        """Return `floor(log2(x))`: NumPy's log2, where its last bits do not matter."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log2(x)
-        doubtful = ~(np.abs(logs - np.rint(logs)) > 1e-9)
-        logs[doubtful] = self.log2(x[doubtful])
-        return np.floor(logs)
-
-    @staticmethod
-    def exp2(x: Scalar, /) -> Scalar:
-        if (x == np.rint(x)).all() and (np.abs(x) < 1000.0).all():
-            return np.ldexp(1.0, x.astype(np.int32))
-        return np.array(list(map(PLAIN.exp2, x.tolist())))
-
-    @staticmethod
-    def cast(x: Scalar, precision: Precision = "float32", /) -> Scalar:
-        with np.errstate(over="ignore"):
-            return x.astype(precision).astype(np.float64)
-
-    @staticmethod
-    def neg(x: Scalar, /) -> Scalar:
-        return -x
-
-
 def _exactly(function: Callable[[Scalar], Scalar], x: Scalar) -> Scalar:
     """Apply the definition: the last bit of NumPy's own hangs on the CPU it finds."""
     each = np.vectorize(lambda number: function(float(number)), otypes=[np.float64])
     return each(x)[()]
 
 
-_NUMPY, _COLUMNS = _NumPy(), _Columns()
+_NUMPY = _NumPy()
 for _kind in (np.bool_, np.int32, np.int64, np.float32, np.float64, np.ndarray):
     register_ops(_kind, _NUMPY)
 
@@ -93,11 +52,6 @@ for _kind in (np.bool_, np.int32, np.int64, np.float32, np.float64, np.ndarray):
 def ops() -> Ops:
     """Give the five functions."""
     return _NUMPY
-
-
-def columns() -> Ops:
-    """Give the functions for columns."""
-    return _COLUMNS
 
 
 def lift(value: Scalar, precision: Precision = "float32") -> Scalar:

@@ -1,8 +1,7 @@
 """Run one policy over a trace; return where its scale moved and which steps it lost.
 
 A policy that reads only `finite` is a finite-state machine: its states are interned and
-every transition is computed once.  `Headroom` runs as a loop that is derived from its
-rule (`compiled`), other policies step by step.
+every transition is computed once.  Other policies run step by step.
 """
 
 import math
@@ -10,19 +9,16 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import sub
 from typing import Any
 
 from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import ScaleCollapsedError
-from buoy._core.ops import PLAIN, Ops
-from buoy._core.policies.headroom import Headroom
+from buoy._core.ops import PLAIN
 from buoy._core.policies.policy import Policy
-from buoy._core.replay.compiled import compiled
 from buoy._core.replay.trace import Trace
 from buoy._core.state import Seen
 from buoy._core.step import MEASUREMENTS, SMALL_LOG2, is_applied
@@ -32,8 +28,6 @@ __all__ = ["Walk", "log2_of", "walk"]
 _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
 _FINITE, _OVERFLOW = Seen(finite=True), Seen(finite=False)
-_LONG = 2**17  # steps; for fewer, it takes longer to import NumPy than it saves
-_BLOCK = 2**14  # steps
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -139,8 +133,7 @@ def walk(policy: Policy, trace: Trace) -> Walk:
     """
     if _is_machine(policy):
         return _walk_blind(policy, trace)
-    fast = _walk_compiled(policy, trace) if type(policy) is Headroom else None
-    return fast or _walk_seeing(policy, trace)
+    return _walk_seeing(policy, trace)
 
 
 def _is_machine(policy: Policy) -> bool:
@@ -249,65 +242,6 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
         let_through=len(skipped) if policy.applies(Seen(finite=False)) else 0,
         collapsed=gave_up,
     )
-
-
-def _walk_compiled(policy: Headroom, trace: Trace) -> Walk | None:
-    """Return the same as `_walk_seeing`, or None if the rule is needed itself."""
-    losses = trace.loss_log2
-    loop, columns = compiled(
-        policy,
-        bounds_of(policy),
-        trace.zero_log2,
-        with_loss=losses is not None,
-        ops=_column_ops() if len(trace) >= _LONG else None,
-    )
-    starts, exponents, skipped = array("q"), array("d"), array("q")
-
-    def enter(scale: float) -> tuple[float, float]:
-        exponent = log2_of(scale)
-        return exponent, _limit(trace, exponent)
-
-    first = initial(policy)
-    values = [getattr(first, field.name) for field in fields(first)]
-    last = loop(
-        values,
-        log2_of(first.scale),
-        trace.amax_log2,
-        columns.of(_powers(losses or ())),
-        enter,
-        _small(trace),
-        starts,
-        exponents,
-        skipped,
-    )
-    if last is None:
-        return None
-    return Walk(
-        steps=len(trace),
-        starts=starts,
-        exponents=exponents,
-        skipped=skipped,
-        first_scale=first.scale,
-        final_scale=last,
-    )
-
-
-def _column_ops() -> Ops | None:
-    try:
-        made: Ops = import_module("buoy._backends.numpy").columns()
-    except ImportError:
-        return None
-    return made
-
-
-def _powers(logs: Sequence[float]) -> Iterator[list[float]]:
-    """Yield `exp2` of all numbers, in blocks."""
-    for start in range(0, len(logs), _BLOCK):
-        block = logs[start : start + _BLOCK]
-        try:
-            yield list(map(math.pow, repeat(2.0), block))
-        except OverflowError:
-            yield list(map(PLAIN.exp2, block))
 
 
 def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
