@@ -26,6 +26,7 @@ TINY = {
     "--batch 2".split(),
     "local_scales": ["--low", "0", "--high", "0"],
     "long_trace": ["--steps", "500"],
+    "policy_operations": [],
     "recording": ["--rounds", "1", "--parameters", "10000"],
     "replay": ["500"],
     "rounding": ["--steps", "51", "--seeds", "1"],
