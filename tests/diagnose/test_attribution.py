@@ -277,9 +277,9 @@ def test_nothing_is_left_behind(fails):
     assert scaler.last_step.applied
 
 
-@pytest.mark.parametrize("way", ["run", "accumulate", "groups"])
+@pytest.mark.parametrize("way", ["run", "accumulate"])
 def test_a_step_may_use_all_that_a_scaler_offers(way):
-    """Re-runs, windows and groups are rehearsed, and do not count."""
+    """Re-runs and windows are rehearsed, and do not count."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu")
@@ -291,12 +291,10 @@ def test_a_step_may_use_all_that_a_scaler_offers(way):
     def step():
         if way == "run":
             scaler.run(lambda: scaler.scale(loss()).backward(), optimizer)
-        elif way == "accumulate":
+        else:
             with scaler.accumulate(1, optimizer) as window:
                 window.backward(loss())
             scaler.step(optimizer)
-        else:
-            scaler.backward({"a": loss(), "b": loss()}, optimizer)
 
     state, weights = scaler.state_dict(), model.weight.detach().clone()
 

@@ -62,8 +62,6 @@ def _backward(scaler: Any, optimizer: Any, loss: torch.Tensor, kind: str) -> Non
     if kind.endswith("after a window"):
         with scaler.accumulate(1, optimizer) as window:
             window.backward(loss)
-    elif kind.endswith("a sum"):
-        scaler.backward({"one": loss}, optimizer)
     else:
         scaler.scale(loss).backward()
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from nets import OPTIMIZERS, loss_of, net, spoil
 from no_host_reads import no_host_reads
+from pages import recipe
 
 from buoy import Verdict
 from buoy._backends import torch as backend
 from buoy.torch import (
-    BuoyWarning,
     CallOrderError,
     DeviceModeError,
     GradScaler,
@@ -273,7 +273,7 @@ def test_joint_waits_for_nobody():
     """With optimizers that take `found_inf` steps are taken back on the device."""
     pairs = two("fused adamw")
     scaler = GradScaler("cpu", skip="joint", init_scale=4.0)
-    for step in range(4):  # groups look at where gradients come from, at first
+    for step in range(4):
         iterate(scaler, pairs, step)
     before = weights(pairs)
     held = [v["step"] for _, o in pairs for v in o.state.values()]
@@ -311,126 +311,91 @@ def test_a_gate_of_a_scaler_that_steps_beside_its_groups_advances_once():
     assert [1] == moved
 
 
-# -- one gradient buffer --------------------------------------------------------------
+# -- one gradient buffer: the recipe of docs/guides/several-losses.md ------------------
 
 
 def losses_of(model, step):
     out = model(torch.ones(4, 6) * (step + 1))
-    return {"small": out.square().mean() * 1e-6, "large": out.sum()}
+    return {"policy": out.square().mean() * 1e-6, "value": out.sum()}
+
+
+def added_up(kind="sgd", **options):
+    """Set the recipe's function up for a network of these tests."""
+    model, page = net(), recipe("guides/several-losses.md", "backward")
+    page["model"] = model
+    page["optimizer"] = OPTIMIZERS[kind](model.parameters())
+    page["scaler"] = GradScaler("cpu", policy="none", **options)
+    page["groups"] = {
+        name: page["scaler"].group(name, policy="torch", init_scale=scale)
+        for name, scale in (("policy", 2.0**20), ("value", 2.0**3))
+    }
+    return page
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw"])
-def test_losses_of_two_groups_meet_unscaled(kind):
+def test_gradients_of_two_groups_are_added_up_unscaled(kind):
     """The sum is the plain sum; powers of two change no bit of it."""
-    model, twin = net(), net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    page, twin = added_up(kind), net()
+    model, optimizer, scaler = page["model"], page["optimizer"], page["scaler"]
     other = OPTIMIZERS[kind](twin.parameters())
-    scaler = GradScaler("cpu")
-    scaler.group("small", init_scale=2.0**20)
-    scaler.group("large", init_scale=2.0**3)
     for step in range(4):
-        optimizer.zero_grad()
-        scaler.backward(losses_of(model, step), optimizer)
-        norm = scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        twin.load_state_dict(model.state_dict())
+        page["backward"](losses_of(model, step))
         other.zero_grad()
         for index, loss in enumerate(losses_of(twin, step).values()):
             loss.backward(retain_graph=not index)
-        wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        other.step()
 
-        assert wanted == norm
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+            assert torch.equal(mine.grad, theirs.grad)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        assert norm == torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        other.step()
+        assert scaler.last_step.applied
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
-def test_a_scaler_may_add_up_losses_of_groups_after_losses_of_its_own():
-    """Their gradients are unscaled, and not those of its earlier loss."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.group("small")
-    scaler.group("large")
-    optimizer.zero_grad()
-    scaler.backward(losses_of(model, 1), optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step.applied
-
-
-def test_only_the_loss_that_overflowed_pays():
-    """The step is skipped, one scale falls, the other and the parent's stay."""
-    model = net()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    scaler = GradScaler("cpu", init_scale=8.0)
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("sync", ["auto", "never"])
+def test_an_overflow_of_one_loss_skips_the_sum_and_lowers_its_own_scale(kind, sync):
+    """The other scale stays, and the next batch is applied."""
+    page = added_up(kind, sync=sync)
+    model, optimizer, scaler = page["model"], page["optimizer"], page["scaler"]
     before = [param.detach().clone() for param in model.parameters()]
-    losses = losses_of(model, 0)
-    losses["large"] = losses["large"] * math.inf
-    scaler.backward(losses, optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    for factor in (math.inf, 1.0):
+        losses = losses_of(model, 0)
+        losses["value"] = losses["value"] * factor
+        page["backward"](losses)
+        scaler.step(optimizer)
+        scaler.update()
 
-    assert not scaler.last_step.applied
-    assert 4.0 == scaler.group("large").get_scale()
-    assert 8.0 == scaler.group("small").get_scale() == scaler.get_scale()
-    for mine, theirs in zip(before, model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("policy", [None, "headroom"])
-def test_sums_of_different_scales_are_refused(policy):
-    """With the way to do it."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", policy=policy)
-    one, two_ = scaler.group("one"), scaler.group("two")
-    one.scale(loss_of(model, 0)).backward()
-    two_.scale(loss_of(model, 1)).backward()
-
-    with pytest.raises(CallOrderError, match=r"scaler\.backward"):
-        two_.step(optimizer)
+        same = all(map(torch.equal, before, model.parameters()))
+        assert same == math.isinf(factor) != scaler.last_step.applied
+    scales = {name: group.get_scale() for name, group in page["groups"].items()}
+    assert {"policy": 2.0**20, "value": 2.0**2} == scales
 
 
-def test_a_step_with_the_wrong_group_is_refused():
+def test_a_step_with_a_group_that_scaled_no_loss_is_refused():
     """Its scale is not the one that the loss was multiplied by."""
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     scaler = GradScaler("cpu")
-    scaler.group("one").scale(loss_of(model, 0)).backward()
-    scaler.scale(torch.ones((), requires_grad=True))
+    one, other = scaler.group("one"), scaler.group("other")
+    one.scale(loss_of(model, 0)).backward()
+    with pytest.raises(CallOrderError, match="Attempted step but _scale is None"):
+        other.step(optimizer)
 
-    with pytest.raises(CallOrderError, match="group that scaled its loss"):
-        scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_wrong_group_is_refused_long_after_the_first_losses(mixed, set_to_none):
-    """Where gradients come from is known in every step, and only then an error."""
-    (model, optimizer), (other, others) = two("sgd")
-    scaler = GradScaler("cpu")
-    one, two_ = scaler.group("one"), scaler.group("two")
-    for step in range(8):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        others.zero_grad(set_to_none=set_to_none)
-        one.scale(loss_of(model, step)).backward()
-        two_.scale(loss_of(other, step)).backward()
-        one.unscale_(optimizer)
-        one.step(optimizer)
-        two_.step(others)
+    for turn in (one, other):
+        optimizer.zero_grad()
+        turn.scale(loss_of(model, 1)).backward()
+        turn.step(optimizer)
         scaler.update()
-        assert scaler.last_step.applied
-    optimizer.zero_grad(set_to_none=set_to_none)
-    one.scale(loss_of(model, 8)).backward()
-    if mixed:
-        two_.scale(loss_of(model, 9)).backward()
-
-    with pytest.raises(CallOrderError, match="group that scaled its loss"):
-        two_.step(optimizer)
+    optimizer.zero_grad()
+    one.scale(loss_of(model, 2)).backward()
+    with pytest.raises(CallOrderError, match="group that scaled the loss"):
+        other.step(optimizer)
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -492,19 +457,21 @@ def test_one_optimizer_may_take_turns_with_groups():
 
 @pytest.mark.parametrize("own", [False, True])
 def test_one_optimizer_may_take_turns_in_run(own):
-    """The group that scaled the loss steps, not the one that stepped before."""
+    """The function steps with the group that scaled the loss."""
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     scaler = GradScaler("cpu")
     turns = [scaler.group("one"), scaler if own else scaler.group("two")]
-    for step in range(8):
-        turn = turns[step % 2]
-        scaler.run(
-            lambda turn=turn, step=step: turn.scale(loss_of(model, step)).backward(),
-            optimizer,
-            modules=(),
-        )
+    for number in range(8):
+        turn = turns[number % 2]
 
+        def step(turn=turn, number=number):
+            optimizer.zero_grad()
+            turn.scale(loss_of(model, number)).backward()
+            turn.step(optimizer)
+            scaler.update()
+
+        scaler.run(step, modules=())
         assert turn.last_step.applied
 
 
@@ -567,8 +534,6 @@ def test_disabled_groups_pass_everything_through():
     pairs = two("sgd")
     scaler = GradScaler("cpu", enabled=False, skip="joint")
     iterate(scaler, pairs, 0, clip=1.0)
-    optimizer = pairs[0][1]
-    scaler.backward(losses_of(pairs[0][0], 0), optimizer)
 
     assert 1.0 == scaler.group("a").get_scale()
 
@@ -590,8 +555,6 @@ def test_mistakes_are_told():
         group.update()
     with pytest.raises(OptionError, match=r"scaler\.run"):
         group.run(lambda: None)
-    with pytest.raises(OptionError, match="loss_p"):
-        scaler.backward({})
     with pytest.raises(OptionError, match="'independent'.*'joint'"):
         GradScaler("cpu", skip="both")
 
@@ -631,158 +594,6 @@ def test_joint_steps_are_taken_back_whatever_is_added_meanwhile(fused):
 
 
 # -- what was looked at is what is applied ---------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw"])
-@pytest.mark.parametrize("sync", ["auto", "never"])
-def test_what_lies_in_grad_already_is_checked_with_the_sum(kind, sync):
-    """An overflow, a forgotten `zero_grad`, a good batch: the inf is not applied."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", sync=sync)
-    before = [param.detach().clone() for param in model.parameters()]
-    for step in range(3):
-        losses = losses_of(model, step)
-        if step == 0:
-            losses["large"] = losses["large"] * math.inf
-        scaler.backward(losses, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-        assert not scaler.last_step.applied
-        assert all(map(torch.equal, before, model.parameters()))
-    if sync == "auto":
-        assert Verdict.STALE_GRADS == scaler.last_step.verdict
-    scales = {name: scaler.group(name).get_scale() for name in ("small", "large")}
-    assert {"small": 2.0**16, "large": 2.0**15} == scales  # leftovers are not theirs
-
-    optimizer.zero_grad()
-    scaler.backward(losses_of(model, 3), optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step.applied
-
-
-def test_a_loss_that_is_infinite_is_named_as_the_cause():
-    """The verdict is that of the losses, whichever group they belong to."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
-    losses = losses_of(model, 0)
-    losses["small"] = losses["small"] * math.inf
-    scaler.backward(losses, optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-
-    assert Verdict.FORWARD_NONFINITE == scaler.last_step.verdict
-
-
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-@pytest.mark.parametrize("another", ["scaler", "group", "plain"])
-@pytest.mark.parametrize("method", ["step", "clip_grad_norm_"])
-def test_a_backward_pass_after_the_sum_is_refused(kind, another, method):
-    """Nobody has checked what it adds, and it may still be multiplied by a scale."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
-    for step in range(5):  # long after the first losses, too
-        optimizer.zero_grad()
-        scaler.backward(losses_of(model, step), optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.zero_grad()
-    scaler.backward(losses_of(model, 5), optimizer)
-    loss = loss_of(model, 6)
-    if another != "plain":
-        one = scaler if another == "scaler" else scaler.group("small")
-        loss = one.scale(loss)
-    loss.backward()
-
-    extra = () if method == "step" else (1.0,)
-    with pytest.raises(CallOrderError, match="another backward pass"):
-        getattr(scaler, method)(optimizer, *extra)
-
-
-def test_sums_of_several_micro_batches_are_checked_as_one():
-    """`backward` may be called again; an overflow in any of them skips the step."""
-    model, twin = net(), net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    other = OPTIMIZERS["sgd"](twin.parameters())
-    scaler = GradScaler("cpu")
-    for step in range(2):
-        scaler.backward(losses_of(model, step), optimizer)
-        sum(losses_of(twin, step).values()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    other.step()
-    assert scaler.last_step.applied
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-    optimizer.zero_grad()
-    scaler.backward({"large": loss_of(model, 2) * math.inf}, optimizer)
-    scaler.backward(losses_of(model, 3), optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert not scaler.last_step.applied
-    assert 2.0**15 == scaler.group("large").get_scale()
-
-
-def test_a_group_does_not_step_what_was_added_up():
-    """The gradients are unscaled already, and not its own alone."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
-    scaler.backward(losses_of(model, 0), optimizer)
-
-    with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
-        scaler.group("large").step(optimizer)
-
-
-def test_scaled_gradients_are_not_added_to_unscaled_ones():
-    """A loss of a group that was run back by itself."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
-    scaler.group("one").scale(loss_of(model, 0)).backward()
-    held = [param.grad.clone() for param in model.parameters()]
-
-    with pytest.raises(CallOrderError, match=r"scaler\.backward"):
-        scaler.backward(losses_of(model, 0), optimizer)
-    assert all(map(torch.equal, held, [param.grad for param in model.parameters()]))
-
-
-def test_losses_of_groups_are_not_added_to_what_was_unscaled_before():
-    """Whose policy would learn from it?  Each sum is of `backward` alone."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.unscale_(optimizer)
-
-    with pytest.raises(CallOrderError, match="the scaler itself"):
-        scaler.backward(losses_of(model, 0), optimizer)
-
-
-def test_a_failed_backward_pass_leaves_the_gradients_as_they_were():
-    """Half a sum would be neither scaled nor unscaled."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
-    losses = losses_of(model, 0)
-    losses["large"] = losses["large"].detach()
-
-    with (
-        pytest.warns(BuoyWarning, match="does not require grad"),
-        pytest.raises(RuntimeError, match="does not require grad"),
-    ):
-        scaler.backward(losses, optimizer)
-    assert all(param.grad is None for param in model.parameters())
-
-    scaler.scale(loss_of(model, 0) * math.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert 2.0**15 == scaler.get_scale()
 
 
 def test_another_groups_backward_pass_between_clipping_and_step_is_refused():
@@ -919,20 +730,3 @@ def test_the_norm_of_a_step_that_was_taken_back_is_right(first):
     report = scaler.last_step_of(optimizers[0])
     assert report.partner
     assert report.norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item())
-
-
-def test_gradients_of_another_scale_are_refused_before_anything_looks_at_them():
-    """Also in a joint step, which would unscale them first."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=64.0, skip="joint")
-    one = scaler.group("one", init_scale=4.0)
-    one.scale(loss_of(model, 0))
-    scaler.scale(loss_of(model, 0)).backward()
-    before = [param.grad.clone() for param in model.parameters()]
-    with pytest.raises(CallOrderError, match="one"):
-        one.step(optimizer)
-    assert all(map(torch.equal, before, [param.grad for param in model.parameters()]))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step.applied

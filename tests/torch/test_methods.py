@@ -418,16 +418,3 @@ def test_a_state_without_a_turn_starts_at_the_first():
     del state["buoy"]["turn"]
     scaler.load_state_dict(state)
     assert scaler.state_dict()["buoy"]["turn"] == 0
-
-
-@pytest.mark.parametrize("known", [None, 0.0, 1.0])
-def test_ranks_that_differ_are_reported_by_a_scale_group_that_has_findings(known):
-    """Its log is written; that of the parent is not."""
-    parent, group = GradScaler("cpu"), GradScaler("cpu")
-    parent._iteration.differs = torch.ones(())
-    group._iteration.differs = None if known is None else torch.tensor(known)
-
-    parent._iteration.report_through([group])
-
-    assert parent._iteration.differs is None
-    assert 1.0 == group._iteration.differs

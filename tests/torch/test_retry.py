@@ -360,8 +360,9 @@ def two_networks(skip):
         attempts.append(1)
         a.scale(loss_in_half(one, 0)).backward()
         b.scale(loss_in_half(other, 0)).backward()
-        a.unscale_(first)
-        b.unscale_(second)
+        a.step(first)
+        b.step(second)
+        scaler.update()
 
     return scaler, step, (first, second), attempts
 
@@ -432,9 +433,12 @@ def test_a_resumed_run_judges_by_the_same_losses(grouped, sync):
         def step():
             attempts.append(1)
             loss = (weight.half() * height).sum().float()
+            optimizer.zero_grad()
             one.scale(loss).backward()
+            one.step(optimizer)
+            scaler.update()
 
-        scaler.run(step, optimizer, modules=())
+        scaler.run(step, modules=())
         return len(attempts), one.last_step.verdict, one.get_scale()
 
     parts = start()
@@ -451,10 +455,10 @@ def test_a_resumed_run_judges_by_the_same_losses(grouped, sync):
 
 def test_half_a_step_is_not_run_again():
     """Of independent optimizers one has stepped: that is told, once."""
-    scaler, step, optimizers, attempts = two_networks("independent")
+    scaler, step, _, attempts = two_networks("independent")
 
     with pytest.warns(BuoyWarning, match="skip='joint'"):
-        scaler.run(step, *optimizers, modules=())
+        scaler.run(step, modules=())
 
     assert [1] == attempts
 
@@ -463,7 +467,7 @@ def test_a_joint_step_is_run_again():
     """Until both have stepped; the scale that was not at fault stays."""
     scaler, step, optimizers, attempts = two_networks("joint")
 
-    scaler.run(step, *optimizers, modules=())
+    scaler.run(step, modules=())
 
     assert len(attempts) > 2
     assert {1} == steps_of(optimizers[0]) == steps_of(optimizers[1])
@@ -502,6 +506,9 @@ def test_mistakes_are_told():
         scaler.run(step, optimizer, modules=(), retry_on=["forward_nonfinite"])
     with pytest.raises(OptionError, match=r"scaler\.run"):
         scaler.group("a").run(step)
+    with pytest.raises(OptionError, match="has scale groups"):
+        scaler.run(step, optimizer, modules=())
+    scaler = GradScaler("cpu")
     optimizer.zero_grad()
     step()
     scaler.unscale_(optimizer)

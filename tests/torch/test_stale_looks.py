@@ -264,14 +264,12 @@ def unscaled_by(way, scaler, optimizer, param):
     if way == "accumulate":
         with scaler.accumulate(1, optimizer) as window:
             window.backward(param.sum())
-    elif way == "backward":
-        scaler.backward({"one": param.sum(), "two": param.sum()}, optimizer)
     else:
         scaler.scale(param.sum()).backward()
         getattr(scaler, way)(optimizer, *([9.0] if "clip" in way else []))
 
 
-WAYS = ["accumulate", "backward", "unscale_", "clip_grad_norm_", "clip_grad_value_"]
+WAYS = ["accumulate", "unscale_", "clip_grad_norm_", "clip_grad_value_"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -293,14 +291,13 @@ def test_a_further_backward_pass_is_refused_whatever_came_before(
     assert torch.equal(param, torch.ones(2))
 
 
-@pytest.mark.parametrize("way", ["accumulate", "backward"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_backward_pass_past_the_scaler_is_refused_after_a_sum(fused, way):
+def test_a_backward_pass_past_the_scaler_is_refused_after_a_sum(fused):
     """No call of `scale` announces it."""
     param = weight()
     optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
     scaler = GradScaler("cpu")
-    unscaled_by(way, scaler, optimizer, param)
+    unscaled_by("accumulate", scaler, optimizer, param)
     (param.sum() * math.nan).backward()
     with pytest.raises(CallOrderError, match="found gradients that have changed"):
         scaler.step(optimizer)
@@ -322,22 +319,6 @@ def test_a_group_added_later_is_refused_whatever_came_before(fused, sync, way):
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones(2))
     assert torch.equal(other, torch.ones(2))
-
-
-@pytest.mark.parametrize("sync", ["auto", "never"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("left", [math.inf, math.nan])
-def test_what_an_earlier_batch_left_in_grad_is_checked_with_the_sum(left, fused, sync):
-    """Overflow, no `zero_grad`, a good batch: the sum is what counts."""
-    param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", sync=sync)
-    for times in (left, 1.0):
-        scaler.backward({"one": param.sum() * times}, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert not scaler.last_step.applied
-    assert torch.equal(param, torch.ones(2))
 
 
 @pytest.mark.parametrize("sync", ["auto", "never"])
@@ -400,19 +381,6 @@ def test_one_parameter_listed_twice_is_refused():
     scaler.scale(param.sum()).backward()
     with pytest.raises(CallOrderError, match="listed twice"):
         scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("sync", ["auto", "never"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_sum_of_groups_onto_scaled_gradients_is_refused_at_its_first_use(fused, sync):
-    """They carry the scale, and nothing would divide them."""
-    param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", sync=sync)
-    scaler.scale(param.sum()).backward()
-    with pytest.raises(CallOrderError, match="wrong scale"):
-        scaler.backward({"one": param.sum()}, optimizer)
-    assert torch.equal(param, torch.ones(2))
 
 
 @pytest.mark.parametrize("visible", [True, False])

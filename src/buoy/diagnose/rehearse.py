@@ -102,10 +102,6 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
         factor = seen.scale = self.get_scale() if scale is None else scale
         return outputs * torch.full((), factor, device=outputs.device)
 
-    def combine(self: Any, losses: Any, *_: Any, retain_graph: bool = False) -> None:
-        whole: Any = sum(multiply(self, loss) for loss in losses.values())
-        whole.backward(retain_graph=retain_graph)
-
     def backward(*args: Any, **kwargs: Any) -> None:
         seen.backward = True
         original(*args, **kwargs)
@@ -113,7 +109,6 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
     original = torch.autograd.backward
     replacements: dict[str, Any] = {
         "scale": multiply,
-        "backward": combine,
         "run": lambda self, step_fn, *_, **__: step_fn(),  # noqa: ARG005
         "accumulate": lambda self, *_, **__: nullcontext(_Window(self)),
         **dict.fromkeys(_AFTER, _over),

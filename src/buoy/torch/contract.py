@@ -246,7 +246,7 @@ class TorchContract(TorchGradScaler):
         for hook in self._hooks.before_step:
             hook(work)
         if not self._iteration.scalings:
-            self._refuse_stale(work)
+            self._refuse_stale()
         if optimizers.takes_scaling(optimizer):
             result = self._step_with_found_inf(work, now, args, kwargs)
         else:
@@ -259,10 +259,10 @@ class TorchContract(TorchGradScaler):
         self._conclude_step(work, now)
         return result
 
-    def _refuse_stale(self, work: Work) -> None:
+    def _refuse_stale(self) -> None:
         """Raise for gradients of an earlier scale, if no loss was scaled elsewhere."""
         elsewhere = self._agreement.active or self._iteration.compiled_losses
-        if self._iteration.scaled and not (work.combined or elsewhere):
+        if self._iteration.scaled and not elsewhere:
             raise errors.scaled_before_update()
 
     def _maybe_opt_step(

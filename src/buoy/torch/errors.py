@@ -50,7 +50,8 @@ def scaled_before_update() -> CallOrderError:
         "gradients were multiplied by an earlier scale, and would be divided by "
         "another. Call `scaler.update()` once per iteration, after every optimizer has "
         "stepped. If a training library calls it after each optimizer, pass "
-        "`managed=True` to the scaler."
+        "`managed=True` to the scaler. With scale groups, step with the group that "
+        "scaled the loss."
     )
 
 

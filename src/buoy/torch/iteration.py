@@ -60,7 +60,6 @@ class Work(dict[str, Any]):
     freshness: "Freshness | None" = None
     stale = False  # the gradients of an earlier skip were never cleared
     handed = False  # the optimizer divides the gradients itself
-    combined = False  # the gradients are a sum, unscaled already, of several scales
     spike: torch.Tensor | None = None
     outcome: Any = None  # a `LastStep`, once it has stepped or was skipped
 
@@ -202,13 +201,6 @@ class Iteration:
         self.compiled_losses: tuple[torch.Tensor, ...] = ()
         self.compiled_looks: tuple[Any, ...] = ()
         self.compiled_steps: tuple[Any, ...] = ()
-
-    def report_through(self, scalers: list[Any]) -> None:
-        """Let another scaler's log report whether ranks differ."""
-        if scalers and self.differs is not None:
-            other: Iteration = scalers[0]._iteration
-            both = [x for x in (self.differs, other.differs) if x is not None]
-            other.differs, self.differs = torch.stack(both).max(), None
 
 
 def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:

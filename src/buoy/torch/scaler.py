@@ -6,7 +6,7 @@ one call into `buoy.torch.features`.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
@@ -337,19 +337,6 @@ class GradScaler(TorchContract):
         """
         made: Self = feature("groups").group(self, name, options)
         return made
-
-    def backward(
-        self,
-        losses: Mapping[str, torch.Tensor],
-        *optimizers: Any,
-        retain_graph: bool = False,
-    ) -> None:
-        """Add up the gradients of the losses of several scale groups.
-
-        Each loss is scaled by its scale group; its gradients are checked and unscaled
-        before they are added.  Then clip and step with this scaler, not a scale group.
-        """
-        feature("joint").backward(self, losses, optimizers, retain_graph=retain_graph)
 
     def run(self, step_fn: Callable[[], _R], *optimizers: Any, **options: Any) -> _R:
         """Run a step; if its scale was too high, run it again at a lower scale.

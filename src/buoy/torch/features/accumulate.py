@@ -17,10 +17,11 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, multiply_, parameters_of
 from buoy._backends.torch.snapshot import BufferSnapshot
 from buoy._core.errors import CallOrderError, OptionError
+from buoy.torch.features.groups import family
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Freshness, Measured, Work, combined, merged
 
-__all__ = ["Window", "accumulate", "all_scalers", "guard", "guarded", "undo_buffers"]
+__all__ = ["Window", "accumulate", "guard", "guarded", "undo_buffers"]
 
 
 # -- guarded buffers -------------------------------------------------------------------
@@ -57,16 +58,8 @@ def guard(scaler: Any, models: tuple[Any, ...]) -> None:
             )
     for model in models if scaler._enabled else ():
         if all(one.model is not model for one in guarded(scaler)):
-            root = all_scalers(scaler)[0]
+            root = family(scaler)[0]
             root.attach(_Guarded(model, root))
-
-
-def all_scalers(scaler: Any) -> list[Any]:
-    """Return a scaler and its scale groups, given any one of them."""
-    group = scaler._hooks.find("group")
-    root = scaler if group is None else group.parent() or scaler
-    groups = root._hooks.find("groups")
-    return [root] if groups is None else [root, *groups.members.values()]
 
 
 def undo_buffers(scaler: Any, optimizer: Any) -> None:
@@ -80,7 +73,7 @@ def undo_buffers(scaler: Any, optimizer: Any) -> None:
 
 def guarded(scaler: Any) -> "list[_Guarded]":
     """Return the guarded models of a scaler, or of a scale group's scaler."""
-    extensions = all_scalers(scaler)[0]._hooks.extensions
+    extensions = family(scaler)[0]._hooks.extensions
     return [one for one in extensions if isinstance(one, _Guarded)]
 
 
@@ -131,16 +124,14 @@ class _Guarded(Extension):
         root = self._scaler()
         if root is None or not self._used or len(self.copies) > 1:
             return False  # in a window the gradients are kept elsewhere
-        works = any(one._per_optimizer_states for one in all_scalers(root))
+        works = any(one._per_optimizer_states for one in family(root))
         return not works and all(p.grad is None for p in self.model.parameters())
 
     def before_update(self, scaler: Any) -> None:
         """Restore the buffers if the model's step was skipped."""
         if scaler._hooks.find("window") is not None:
             return  # the open window raises
-        works = [
-            w for s in all_scalers(scaler) for w in s._per_optimizer_states.values()
-        ]
+        works = [w for s in family(scaler) for w in s._per_optimizer_states.values()]
         outcomes = [work.outcome for work in works if work.outcome is not None]
         own = set(self.model.parameters())
         mine = [o for o in outcomes if not own.isdisjoint(parameters_of(o.optimizer))]
@@ -205,7 +196,7 @@ class Window(Extension):
     def __init__(self, scaler: Any, most: int, optimizers: tuple[Any, ...]) -> None:
         self._scaler, self._most, self._optimizers = scaler, most, optimizers
         # Also attached to a scale group's scaler, whose `update` must raise.
-        self._places = {scaler, all_scalers(scaler)[0]}
+        self._places = {scaler, family(scaler)[0]}
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._measured: dict[int, list[Measured]] = {}  # by optimizer with gradients
         self._count, self._bad = 0, torch.zeros((), dtype=torch.float32, device="cpu")

@@ -12,8 +12,8 @@ from buoy._backends.torch.snapshot import BufferSnapshot, RandomSnapshot
 from buoy._core.errors import CallOrderError, OptionError
 from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS, Verdict
-from buoy.torch.features.accumulate import all_scalers, guarded
-from buoy.torch.features.groups import gradient_mark
+from buoy.torch.features.accumulate import guarded
+from buoy.torch.features.groups import family
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Work
 from buoy.torch.outcome import LastStep
@@ -72,6 +72,13 @@ def run(
             f"`run` was called on scale group {group.name!r}, but a step belongs to "
             "all of them: call `scaler.run(...)` and use the scale groups inside."
         )
+    if optimizers and scaler._hooks.find("groups") is not None:
+        raise OptionError(
+            "`run` was given optimizers, but this scaler has scale groups: which of "
+            "them steps an optimizer is known to your code only. Let the function "
+            "clear the gradients, step with the groups and call `scaler.update()`, and "
+            "write `scaler.run(step_fn)`."
+        )
     scaler._flush()
     if _mid_iteration(scaler):
         raise CallOrderError(
@@ -79,7 +86,7 @@ def run(
             "what was unscaled or stepped before it. Pass a function that does the "
             "whole step."
         )
-    for one in all_scalers(scaler):
+    for one in family(scaler):
         if one._hooks.find("run") is None:
             one._hooks.add(_History(one._log.history))
     batch = _Batch(scaler, **options)
@@ -101,36 +108,21 @@ def _attempt(scaler: Any, step_fn: Callable[[], _R], optimizers: tuple[Any, ...]
         optimizer.zero_grad(set_to_none=True)
     result = step_fn()
     for optimizer in optimizers:
-        _stepper(scaler, optimizer).step(optimizer)
+        scaler.step(optimizer)
     if optimizers or _mid_iteration(scaler):
         scaler.update()
         scaler._flush()
     return result
 
 
-def _stepper(scaler: Any, optimizer: Any) -> Any:
-    """Return the scale group whose loss this optimizer's gradients come from."""
-    groups, key = scaler._hooks.find("groups"), id(optimizer)
-    if groups is None or not scaler._enabled or key in scaler._per_optimizer_states:
-        return scaler
-    for name in groups.origins.of(parameters_of(optimizer)):
-        return groups.members.get(name, scaler)
-    for member in groups.members.values():
-        if key in member._per_optimizer_states or key in member._log.by_optimizer:
-            return member
-    return scaler
-
-
 def _mid_iteration(scaler: Any) -> bool:
-    return any(s._enabled and s._per_optimizer_states for s in all_scalers(scaler))
+    return any(s._enabled and s._per_optimizer_states for s in family(scaler))
 
 
 def _last_steps(scaler: Any) -> dict[LastStep, Any]:
     """Map each optimizer's last step to the scaler, or scale group, that took it."""
     return {
-        step: one
-        for one in all_scalers(scaler)
-        for step in one._log.by_optimizer.values()
+        step: one for one in family(scaler) for step in one._log.by_optimizer.values()
     }
 
 
@@ -189,7 +181,7 @@ class _Batch(Extension):
         params: list[torch.Tensor] = [p for one in found for p in one.parameters()]
         for optimizer in scaler._hooks.find("hints").optimizers():
             params += parameters_of(optimizer)
-        self._before = {param: gradient_mark(param) for param in params}
+        self._before = {param: _mark(param) for param in params}
         self._random = RandomSnapshot(generators)
 
     def prepare_again(self) -> bool:
@@ -225,7 +217,7 @@ class _Batch(Extension):
         self._tries += 1
         self._sizes.clear()
         if self._tries == 2:
-            for one in all_scalers(self._scaler):
+            for one in family(self._scaler):
                 one._hooks.add(self)
         return True
 
@@ -234,7 +226,7 @@ class _Batch(Extension):
         steps = [step.optimizer for step in self.steps]
         stepped = {p for one in steps if one is not None for p in parameters_of(one)}
         for param, before in self._before.items():
-            if param not in stepped and gradient_mark(param) not in (before, None):
+            if param not in stepped and _mark(param) not in (before, None):
                 self._scaler._hooks.find("hints").warn("others", _OTHERS)
                 return True
         return False
@@ -258,7 +250,7 @@ class _Batch(Extension):
             elif self._tries > 1:
                 self._raise_to_fit(one)
         if self._tries > 1:
-            for one in all_scalers(self._scaler):
+            for one in family(self._scaler):
                 one._hooks.remove(self)
 
     def _raise_to_fit(self, one: Any) -> None:
@@ -276,6 +268,11 @@ def _lowest(scale: Any) -> float:
     if isinstance(scale.policy, NoScaling):
         return math.inf
     return float(scale.low if scale.runner is None else scale.runner.limits()[0])
+
+
+def _mark(param: torch.Tensor) -> tuple[int, int] | None:
+    """Return a value that changes if a backward pass adds to a gradient; None: none."""
+    return None if param.grad is None else (id(param.grad), param.grad._version)
 
 
 def _modules(scaler: Any, given: Any) -> list[torch.nn.Module]:
