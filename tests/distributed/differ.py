@@ -48,7 +48,7 @@ def _stray(kind: str, parallel: str, sync: Any) -> Any:
             if step == 0 or (step == 1 and kind == "clips later"):
                 before = [param.detach().clone() for param in model.parameters()]
             optimizer.zero_grad()
-            _backward(scaler, optimizer, whole(torch.ones(4, 3)).square().mean(), kind)
+            scaler.scale(whole(torch.ones(4, 3)).square().mean()).backward()
             _clip(scaler, optimizer, kind, alone=alone, first=step == 0)
             scaler.step(optimizer)
             scaler.update()
@@ -56,14 +56,6 @@ def _stray(kind: str, parallel: str, sync: Any) -> Any:
         same = zip(before, model.parameters(), strict=True)
         return str(error), all(torch.equal(a, b) for a, b in same)
     return "nothing happened", None
-
-
-def _backward(scaler: Any, optimizer: Any, loss: torch.Tensor, kind: str) -> None:
-    if kind.endswith("after a window"):
-        with scaler.accumulate(1, optimizer) as window:
-            window.backward(loss)
-    else:
-        scaler.scale(loss).backward()
 
 
 def _clip(scaler: Any, optimizer: Any, kind: str, *, alone: bool, first: bool) -> None:

@@ -1,4 +1,4 @@
-"""What crews are asked to do with groups, re-runs, guards, windows and spikes."""
+"""What crews are asked to do with groups, re-runs, micro-batches and spikes."""
 
 import math
 
@@ -10,12 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from buoy.torch import (
-    CallOrderError,
     GradScaler,
     OptionError,
     SpikeGuard,
     local_scales,
 )
+from tests.pages import recipe
 
 
 def network(seed=0):
@@ -55,37 +55,26 @@ def run_again(policy, fused):
     return attempts, applied, summary(model, scaler)
 
 
-def windows(sync, views):
+def micro_batches(fused):
     """A micro-batch is bad on one rank: all drop it."""
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=views)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", sync=sync, init_scale=2.0**8)
-    scaler.guard(model)
-    dropped = []
+    page, model = recipe("guides/accumulation.md", "accumulate"), network()
+    wrapped = DistributedDataParallel(model)
+    page["model"] = model
+    page["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+    page["scaler"] = GradScaler("cpu", init_scale=2.0**8)
+    page["whole"] = GradScaler("cpu", policy="none")
+    good = []
     for step in range(3):
-        with scaler.accumulate(4, optimizer) as window:
+
+        def losses(step=step):
             for part in range(4):
                 bad = dist.get_rank() == 1 and (step, part) == (1, 2)
-                factor = math.inf if bad else 0.25
-                window.backward(loss_of(model, 4 * step + part) * factor)
-        scaler.step(optimizer)
-        scaler.update()
-        dropped.append(window.dropped)
-    counted = model.module[1].num_batches_tracked.item()
-    return dropped, counted, summary(model, scaler)
+                yield loss_of(wrapped, 4 * step + part) * (math.inf if bad else 1.0)
 
-
-def unshared():
-    """Use `no_sync` inside a window."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", model=model)
-    try:
-        with scaler.accumulate(2, optimizer) as window, model.no_sync():
-            window.backward(loss_of(model, 0))
-    except CallOrderError as error:
-        return str(error)
-    return None
+        good.append(page["accumulate"](losses()))
+        page["whole"].step(page["optimizer"])
+        page["whole"].update()
+    return good, page["whole"].last_step.applied, summary(model, page["scaler"])
 
 
 def joint(fused):

@@ -1,4 +1,4 @@
-"""Groups, re-runs, guards, windows, spikes and local scales: the same on all ranks."""
+"""Groups, re-runs, micro-batches, spikes and local scales: the same on all ranks."""
 
 import feature_tasks
 import pytest
@@ -19,21 +19,16 @@ def test_all_ranks_run_again_or_none(policy, fused, crew_of):
     assert 1 == attempts.count(4)
 
 
-@pytest.mark.parametrize("sync", ["auto", "never"])
-def test_all_ranks_drop_the_same_micro_batch(sync, crew_of):
-    """Its statistics do not count either."""
-    one, two = crew_of(2).run(feature_tasks.windows, sync, False)
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_drop_the_same_micro_batch(fused, crew_of):
+    """The recipe of the page on accumulation: one is bad on one rank."""
+    one, two = crew_of(2).run(feature_tasks.micro_batches, fused)
 
     assert one == two
-    assert [one, two] == crew_of(2).run(feature_tasks.windows, sync, True)
-    assert [0, 1, 0] == one[0]
-    assert 11 == one[1]
-
-
-def test_unshared_gradients_in_a_window_are_refused(crew_of):
-    """They would never be shared."""
-    for message in crew_of(2).run(feature_tasks.unshared):
-        assert "no_sync" in message
+    good, applied, (_, scales) = one
+    assert [4, 3, 4] == good
+    assert applied
+    assert [2.0**7] == scales
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -58,7 +58,6 @@ STRAYS = {
     "clips later": "clipping by a norm",
     "clips by hand": "clipping by the largest gradient",
     "clips 2-norm by hand": "clipping by a norm, after `unscale_`",
-    "clips after a window": "clipping by a norm, after `unscale_`",
     "guards": "clipping by a norm",
     "guards by hand": "clipping by a norm, after `unscale_`",
     "foresees": "scaling a loss",

@@ -18,22 +18,21 @@ from torch import nn
 from buoy.torch import GradScaler, SpikeGuard, keep_fp32, local_scales
 from buoy.torch.features import record as recording
 
-STEPS, N = 10, 2
-BAD = {(2, 1), (5, 0), (5, 1)}  # (step, micro-batch) whose loss is infinite
+STEPS = 10
+BAD = {2, 5}  # the steps whose loss is infinite
 PARTNER_BAD = 7  # the step in which the other network of a joint pair fails
 SPIKE = 8  # the step whose loss is far too large, where there is a guard
 GUARD = SpikeGuard(warmup=3, least=50.0)
 
 FEATURES = [
     "clip", "gate", "record", "headroom", "never", "fused", "group", "joint", "run",
-    "guard", "accumulate", "local", "spikes", "masters", "keep_fp32", "closure",
+    "guard", "local", "spikes", "masters", "keep_fp32", "closure",
 ]  # fmt: skip
 
 # Combinations that are refused, or make no sense, and why.
 APART = {
     frozenset({"never", "fused"}): "a fused optimizer needs no `sync='never'`",
     frozenset({"local", "masters"}): "local scales do not support FP16 parameters",
-    frozenset({"closure", "accumulate"}): "a closure computes its own gradients",
     frozenset({"closure", "spikes"}): "gradients exist only inside the step",
     frozenset({"closure", "never"}): (
         "an optimizer with a closure reads the loss on the host"
@@ -52,37 +51,32 @@ def optimizer_for(model, on):
     return torch.optim.Adam(model.parameters(), lr=1e-3, fused="fused" in on or None)
 
 
-def loss_of(model, step, part, on=()):
-    source = torch.Generator().manual_seed(100 * step + part)
+def loss_of(model, step, on=(), *, other=False):
+    source = torch.Generator().manual_seed(100 * step + other)
     x, y = torch.randn(2, 16, 6, generator=source).unbind()
     dtype = next(model.parameters()).dtype
     out = model(x.to(dtype)).float()
     loss = nn.functional.mse_loss(out, y[:, :3])
     if "spikes" in on and step == SPIKE:
         loss = loss * 1e4
-    return loss * (math.inf if (step, part) in BAD else 1.0)
+    return loss * (math.inf if step in BAD and not other else 1.0)
 
 
 def plan(on):
-    """List the steps that count, each with its good micro-batches."""
-    parts = range(N) if "accumulate" in on else [1]
-    for step in range(STEPS):
-        good = [part for part in parts if (step, part) not in BAD]
-        missed = ("joint" in on and step == PARTNER_BAD) or (
-            "spikes" in on and step == SPIKE
-        )
-        if good and not missed:
-            yield step, good
+    """List the steps that count."""
+    missed = set(BAD)
+    missed |= {PARTNER_BAD} if "joint" in on else set()
+    missed |= {SPIKE} if "spikes" in on else set()
+    return [step for step in range(STEPS) if step not in missed]
 
 
 def reference(on):
     """Train plainly on what counts."""
     model = network(0)
     optimizer = optimizer_for(model, on)
-    for step, good in plan(on):
+    for step in plan(on):
         optimizer.zero_grad()
-        for part in good:
-            (loss_of(model, step, part) / len(good)).backward()
+        loss_of(model, step).backward()
         if "clip" in on:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -130,49 +124,48 @@ class Trained:
                 self.scaler.run(lambda s=step: self.closed(s))
             elif "closure" in self.on:
                 self.closed(step)
+            elif {"group", "run"} <= self.on:
+                self.scaler.run(lambda s=step: self.whole(s))
             elif "run" in self.on:
                 found = [self.others] if "joint" in self.on else []
                 self.scaler.run(lambda s=step: self.backward(s), self.optimizer, *found)
             else:
-                self.optimizer.zero_grad()
-                self.others.zero_grad()
-                self.backward(step)
-                self.group.step(self.optimizer)
-                if "joint" in self.on:
-                    self.group.step(self.others)
-                self.scaler.update()
+                self.whole(step)
         return self
+
+    def whole(self, step):
+        self.optimizer.zero_grad()
+        self.others.zero_grad()
+        self.backward(step)
+        self.group.step(self.optimizer)
+        if "joint" in self.on:
+            self.group.step(self.others)
+        self.scaler.update()
 
     def closed(self, step):
         self.group.step(self.optimizer, lambda: self.evaluated(step))
         if "joint" in self.on:
             self.others.zero_grad()
             factor = math.inf if step == PARTNER_BAD else 1.0
-            self.group.scale(loss_of(self.other, step, 9) * factor).backward()
+            self.group.scale(loss_of(self.other, step, other=True) * factor).backward()
             self.group.step(self.others)
         self.scaler.update()
 
     def evaluated(self, step):
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, step, 1, self.on)
+        loss = loss_of(self.model, step, self.on)
         self.group.scale(loss).backward()
         if "clip" in self.on:
             self.group.clip_grad_norm_(self.optimizer, 0.5)
         return loss
 
     def backward(self, step):
-        if "accumulate" in self.on:
-            with self.group.accumulate(N, self.optimizer) as window:
-                for part in range(N):
-                    loss = loss_of(self.model, step, part, self.on) / N
-                    window.backward(loss)
-        else:
-            self.group.scale(loss_of(self.model, step, 1, self.on)).backward()
+        self.group.scale(loss_of(self.model, step, self.on)).backward()
         if "clip" in self.on:
             self.group.clip_grad_norm_(self.optimizer, 0.5)
         if "joint" in self.on:
             factor = math.inf if step == PARTNER_BAD else 1.0
-            self.group.scale(loss_of(self.other, step, 9) * factor).backward()
+            self.group.scale(loss_of(self.other, step, other=True) * factor).backward()
 
 
 def pairs():
@@ -200,10 +193,9 @@ def test_two_features_work_together(on, tmp_path):
     ):
         torch.testing.assert_close(mine.float(), theirs, **close, msg=name)
     if "gate" in on:
-        assert len(list(plan(on))) == len(done.counted)
+        assert len(plan(on)) == len(done.counted)
     if "guard" in on:
-        forwards = sum(len(good) for _, good in plan(on))
-        assert forwards == done.model[1].num_batches_tracked
+        assert len(plan(on)) == done.model[1].num_batches_tracked
     json.dumps(done.scaler.state_dict())
 
 

@@ -35,7 +35,6 @@ COMPANIONS = [
     "group",
     "spikes",
     "joint",
-    "accumulate",
     "run",
     "never",
 ]
@@ -201,29 +200,6 @@ def try_joint(feature, _):
         good = [step for step in range(STEPS) if step not in {BAD, 4}]
         assert same(case, Case(feature).train(good))
         assert torch.allclose(partner, torch.full((3,), 1.0 - 0.1 * len(good)))
-
-
-def try_accumulate(feature, _):
-    case = Case(feature)
-    if feature == "closure":
-        with (
-            pytest.raises(RuntimeError, match="accumulate"),
-            case.scaler.accumulate(3, case.optimizer),
-        ):
-            case.step(0)
-        return
-    for step in range(3):
-        with case.scaler.accumulate(3, case.optimizer) as window:
-            for part in range(3):
-                bad = step == 1 and part == 1
-                loss = case.loss(3 * step + part, bad=bad) / 3
-                window.backward(loss)
-        assert window.dropped == (step == 1)
-        case.scaler.step(case.optimizer)
-        case.scaler.update()
-        assert case.scaler.last_step.applied
-    assert torch.isfinite(case.numbers()).all()
-    assert case.scaler.get_scale() == 2.0**7
 
 
 def try_run(feature, _):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from nets import OPTIMIZERS, loss_of, net, spoil
 from no_host_reads import no_host_reads
-from pages import recipe
 
 from buoy import Verdict
 from buoy._backends import torch as backend
@@ -22,6 +21,7 @@ from buoy.torch import (
     GradScaler,
     OptionError,
 )
+from tests.pages import recipe
 
 
 def two(kind="adamw"):

@@ -288,28 +288,6 @@ def test_the_lowest_scale_is_not_run_again(options, wanted):
     assert wanted == len(attempts)
 
 
-def test_a_window_is_run_again_as_a_whole():
-    """Micro-batches and guarded buffers repeat."""
-    model = noisy_net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**40)
-    scaler.guard(model)
-    dropped = []
-
-    def step():
-        with scaler.accumulate(2, optimizer) as window:
-            for number in range(2):
-                window.backward(loss_in_half(model, number) / 2)
-        dropped.append(window.dropped)
-
-    scaler.run(step, optimizer)
-
-    assert scaler.last_step.applied
-    assert 0 == dropped[-1] < dropped[0]
-    assert 2 == model[1].num_batches_tracked
-    assert 2.0**12 <= scaler.get_scale() < 2.0**24
-
-
 def test_what_no_scale_can_cure_is_not_run_again():
     """It comes back as a skip, after one attempt."""
     model = net()

@@ -73,16 +73,6 @@ class Rehearsed:
         self.backward = False
 
 
-class _Window:
-    """Stands for a window of micro-batches: scales a loss and runs it backward."""
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        self._scaler.scale(loss).backward(retain_graph=retain_graph)
-
-
 def _eager() -> Any:
     """Keep compiled modules from running past the hooks."""
     stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
@@ -110,7 +100,6 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
     replacements: dict[str, Any] = {
         "scale": multiply,
         "run": lambda self, step_fn, *_, **__: step_fn(),  # noqa: ARG005
-        "accumulate": lambda self, *_, **__: nullcontext(_Window(self)),
         **dict.fromkeys(_AFTER, _over),
     }
     with ExitStack() as stack:

@@ -354,15 +354,7 @@ class GradScaler(TorchContract):
         `update` restores the values from before the iteration's first forward pass in
         training mode, without a host read (docs/guides/retry.md).
         """
-        feature("accumulate").guard(self, models)
-
-    def accumulate(self, n: int, *optimizers: Any) -> Any:
-        """Accumulate up to `n` micro-batches; drop only those that overflow.
-
-        In the `with` block, call `window.backward(loss)` once per micro-batch.  After
-        it `.grad` holds the unscaled sum to step with (docs/guides/accumulation.md).
-        """
-        return feature("accumulate").accumulate(self, n, optimizers)
+        feature("guard").guard(self, models)
 
     def measure_underflow(self, step_fn: Callable[[], Any], **options: Any) -> Any:
         """Measure the share of gradient values that underflow at the current scale.

@@ -17,7 +17,7 @@ from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot
 from buoy._core.errors import CallOrderError, DeviceModeError
 from buoy._core.ops import single
-from buoy.torch.features.accumulate import undo_buffers
+from buoy.torch.features.guard import undo_buffers
 from buoy.torch.iteration import Freshness, Measured, Work, combined
 from buoy.torch.optimizers import read_finite
 

@@ -12,8 +12,8 @@ from buoy._backends.torch.snapshot import BufferSnapshot, RandomSnapshot
 from buoy._core.errors import CallOrderError, OptionError
 from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS, Verdict
-from buoy.torch.features.accumulate import guarded
 from buoy.torch.features.groups import family
+from buoy.torch.features.guard import guarded
 from buoy.torch.hooks import Extension
 from buoy.torch.iteration import Work
 from buoy.torch.outcome import LastStep
