@@ -17,6 +17,7 @@ from buoy.jax import (
     scale_of,
     value_and_grad,
 )
+from tests.told import FINITE, NOT_FINITE, Told
 
 STEPS = 12
 OVERFLOWS = {2: 0, 3: 3, 7: 1}  # step: the device whose rows overflow
@@ -333,3 +334,43 @@ def test_one_bad_number_in_one_shard_stops_the_step(policy, dtype, kind):
                 assert not last_step(told).applied
                 for name, held in params.items():
                     np.testing.assert_array_equal(after[name], held)
+
+
+def mapped_update(tx, loss_of_device):
+    """Compile an update on four devices, of which each passes a loss of its own."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(params, state, losses):
+        loss = loss_of_device(losses)
+        return tx.update(params, state, params, value=loss)[1]
+
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_loss_of_any_device_is_told_to_all(bad):
+    """Whether each passes its own loss, or the mean of all."""
+    tx = loss_scaled(optax.sgd(0.1), Told(), axis_name="data")
+    own = mapped_update(tx, lambda losses: losses[0])
+    mean = mapped_update(tx, lambda losses: jax.lax.pmean(losses[0], "data"))
+    for device in range(4):
+        losses = np.full(4, 0.5, np.float32)
+        losses[device] = bad
+        for update in (own, mean):
+            state = update(start(), tx.init(start()), losses)
+            assert shards_of(state.scaling.told) == [NOT_FINITE] * 4
+            assert last_step(state).loss in (np.inf, -np.inf)
+            state = update(start(), state, np.full(4, 0.5, np.float32))
+            assert shards_of(state.scaling.told) == [FINITE] * 4
+
+
+@pytest.mark.parametrize("policy", [Told(), "backoff", "static"])
+def test_a_step_has_one_collective(policy):
+    """The loss rides in the message of the gradients' findings."""
+    tx = loss_scaled(optax.sgd(0.1), policy, axis_name="data", max_norm=1.0)
+    update = mapped_update(tx, lambda losses: losses[0])
+
+    text = update.lower(start(), tx.init(start()), np.ones(4, np.float32)).as_text()
+
+    assert text.count("all_reduce") == 1

@@ -16,6 +16,7 @@ __all__ = [
     "axes_of",
     "check_axes",
     "devices_of",
+    "furthest",
     "largest",
     "may_branch",
     "total",
@@ -140,3 +141,11 @@ def largest(values: list[jax.Array], axes: tuple[Any, ...] | None) -> list[jax.A
         part.reshape(jnp.shape(value))
         for part, value in zip(parts, values, strict=True)
     ]
+
+
+def furthest(highest: jax.Array, highest_negated: jax.Array) -> jax.Array:
+    """Return the number that is furthest from 0 on any device; inf for NaN.
+
+    The arguments are what `largest` returns for the number and for its negative.
+    """
+    return jnp.where(highest >= highest_negated, highest, -highest_negated)

@@ -55,13 +55,13 @@ def advance(
     """Return the updates and the next state."""
     _check(options, grads, state, params)
     policy = options.policy
-    loss = foresight.agreed(extra.get("value"), options.axes)
-    before = foresight.foreseen(policy, state.scaling, loss)
+    loss = extra.get("value")
+    before = foresight.foreseen(policy, state.scaling, loss, options.axes)
     scales = _scales(state.scaling, before)
     flat = jax.tree.leaves(grads)
     check_read(state.plan, flat)
     branch = may_branch(flat)
-    looked = _look(options, flat, scales, state.steps, branch=branch)
+    looked = _look(options, flat, loss, scales, state.steps, branch=branch)
     seen = _seen(looked, scales, options, state.steps)
     norm = looked.norm * scales.inverse
     applied, after, factor = decide(
@@ -82,7 +82,7 @@ def advance(
         branch=branch,
     )
     amax = _amax(looked, scales)
-    numbers = (before.scale, after.scale, applied, _no_nan(norm), amax, loss)
+    numbers = (before.scale, after.scale, applied, _no_nan(norm), amax, looked.loss)
     return updates, LossScaledState(
         scaling=after,
         inner=inner,
@@ -144,6 +144,7 @@ def _scales(planned: Any, foreseen: Any) -> _Scales:
 def _look(
     options: Options,
     flat: Sequence[Any],
+    loss: Any,
     scales: _Scales,
     steps: jax.Array,
     *,
@@ -154,7 +155,8 @@ def _look(
     looked = survey(flat, scales.inverse, amax=due, branch=branch)
     wants = options.policy.wants
     measured = measure(flat, scales.lowered, steps, wants, branch=branch)
-    return agreed(looked._replace(measured=measured), options.axes)
+    number = None if loss is None else foresight.number_of(loss)
+    return agreed(looked._replace(measured=measured, loss=number), options.axes)
 
 
 def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -> Seen:
@@ -175,7 +177,10 @@ def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -
         measured["amax_log2"] = size
     if "norm_log2" in wanted:
         measured["norm_log2"] = norm * scales.lowered
-    return Seen(finite=finite, **as_wanted(measured, _log2))
+    loss_finite = None
+    if "loss_finite" in options.policy.wants and looked.loss is not None:
+        loss_finite = jnp.isfinite(looked.loss)
+    return Seen(finite=finite, loss_finite=loss_finite, **as_wanted(measured, _log2))
 
 
 def _log2(size: jax.Array) -> jax.Array:

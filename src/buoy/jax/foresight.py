@@ -9,30 +9,32 @@ from buoy._backends.jax import ops
 from buoy._core import bounds
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.policies.policy import Policy
-from buoy.jax.agree import largest
+from buoy.jax.agree import furthest, largest
 
-__all__ = ["agreed", "foreseen", "single"]
+__all__ = ["foreseen", "number_of", "single"]
 
 _OPS = ops()
 
 
-def agreed(loss: Any, axes: tuple[Any, ...] | None) -> jax.Array | None:
-    """Return the loss as a number; over several devices, the largest magnitude."""
-    if loss is None:
-        return None
+def number_of(loss: Any) -> jax.Array:
+    """Return the loss as one number, the mean if there are several.  float32 []."""
     number = jax.lax.stop_gradient(jnp.asarray(loss)).astype(jnp.float32)
-    number = jnp.mean(number) if number.ndim else number
-    if not axes:
-        return number
-    highest, lowest = largest([number, -number], axes)
-    return jnp.where(highest >= lowest, highest, -lowest)
+    return jnp.mean(number) if number.ndim else number
 
 
-def foreseen(policy: Policy, scaling: Any, loss: jax.Array | None) -> Any:
-    """Return the policy's state for this step's backward pass."""
+def foreseen(
+    policy: Policy, scaling: Any, loss: Any, axes: tuple[Any, ...] | None
+) -> Any:
+    """Return the policy's state for this step's backward pass.
+
+    Only policies that look ahead need the loss before it, in a collective of its own.
+    """
     if loss is None or "loss" not in policy.wants:
         return scaling
-    return bounds.foreseen(policy, scaling, loss, ops=_OPS)
+    number = number_of(loss)
+    if axes:
+        number = furthest(*largest([number, -number], axes))
+    return bounds.foreseen(policy, scaling, number, ops=_OPS)
 
 
 def single(scale: Any) -> jax.Array:

@@ -108,8 +108,7 @@ def _scale_for(loss: Any, state: LossScaledState) -> jax.Array:
     plan = state.plan
     if "loss" in plan.policy.wants:
         check_axes({"loss": loss}, plan.axes, "value")
-    number = foresight.agreed(loss, plan.axes)
-    scaling = foresight.foreseen(plan.policy, state.scaling, number)
+    scaling = foresight.foreseen(plan.policy, state.scaling, loss, plan.axes)
     scale = foresight.single(scaling.scale)
     if leaves.is_half(loss):
         scale = jnp.minimum(scale, _LARGEST_HALF)

@@ -15,19 +15,20 @@ from buoy._backends.jax import count_small
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ring import UNKNOWN
 from buoy._core.step import MEASUREMENTS, SMALL, bounded_norm, sample_stride
-from buoy.jax.agree import devices_of, largest, total
+from buoy.jax.agree import devices_of, furthest, largest, total
 from buoy.jax.leaves import is_narrow, real_of
 
 __all__ = ["Survey", "agreed", "measure", "survey"]
 
 
 class Survey(NamedTuple):
-    """The findings about the scaled gradients."""
+    """The findings about the scaled gradients, and their loss."""
 
     bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
     norm: jax.Array  # float32 []
     amax: jax.Array | None  # float32 []: the largest magnitude; UNKNOWN if not due
     measured: dict[str, jax.Array]  # float32 [], by `MEASUREMENTS`; NaN if not due
+    loss: jax.Array | None = None  # float32 []: before scaling, if it is known
 
 
 def survey(
@@ -168,13 +169,15 @@ MEASURE = {"underflow": _underflow}  # besides "amax_log2", which `survey` takes
 
 
 def agreed(seen: Survey, axes: tuple[Any, ...] | None) -> Survey:
-    """Combine the findings of all devices."""
+    """Combine the findings of all devices, in one collective."""
     if not axes:
         return seen
     sizes = [] if seen.amax is None else [seen.amax]
-    numbers = [seen.bad, seen.norm, *seen.measured.values(), *sizes]
+    losses = [] if seen.loss is None else [seen.loss, -seen.loss]
+    numbers = [seen.bad, seen.norm, *losses, *sizes, *seen.measured.values()]
     bad, norm, *rest = largest(numbers, axes)
-    amax = rest.pop() if sizes else None
+    loss = furthest(rest.pop(0), rest.pop(0)) if losses else None
+    amax = rest.pop(0) if sizes else None
     values = [jnp.where(jnp.isfinite(x), x, jnp.nan) for x in rest]  # sent as inf
     measured = dict(zip(seen.measured, values, strict=True))
-    return Survey(bad > 0, norm, amax, measured)
+    return Survey(bad > 0, norm, amax, measured, loss)
