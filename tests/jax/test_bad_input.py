@@ -144,20 +144,6 @@ def test_masters_need_the_parameters():
         tx.update(PARAMS, tx.init(PARAMS))
 
 
-def test_accumulation_outside_is_warned_of():
-    """optax clears its sum by multiplying by 0: after one overflow it is NaN."""
-    outside = optax.MultiSteps(tx(), 2)
-    with pytest.warns(buoy.jax.BuoyWarning, match="Put it inside"):
-        scale_of(outside.init(PARAMS))
-
-
-def test_a_finite_check_outside_is_warned_of():
-    """It keeps overflows from the policy: the scale would never fall."""
-    outside = optax.apply_if_finite(tx(), 5)
-    with pytest.warns(buoy.jax.BuoyWarning, match="the scale does not fall"):
-        scale_of(outside.init(PARAMS))
-
-
 def test_one_inside_of_another_is_refused():
     """Gradients are unscaled once."""
     with pytest.raises(OptionError, match="unscaled twice"):

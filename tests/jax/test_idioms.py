@@ -175,9 +175,10 @@ def test_accumulation_leaves_out_the_bad_micro_batch_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`loss_scaled` is number")  # harmless here
 @pytest.mark.parametrize("where", range(3))
 def test_a_chain_in_any_position(where):
-    """Before and after it stand others; the state is found, and the step is right."""
+    """The state is found; the others are linear, so the step is right."""
     parts = [optax.scale(2.0), optax.scale(0.5)]
     parts.insert(where, loss_scaled(optax.sgd(0.1), buoy.Static(init_scale=64.0)))
     tx = optax.chain(*parts)

@@ -1,14 +1,13 @@
 """Find the state of `loss_scaled` inside another tree."""
 
-import warnings
 from typing import Any
 
 import jax
-import optax
 
 from buoy.jax.carried import note_read
-from buoy.jax.errors import BuoyWarning, NoScaleError, SeveralScalesError
+from buoy.jax.errors import NoScaleError, SeveralScalesError
 from buoy.jax.flax import register_with_flax
+from buoy.jax.nesting import warn_of_nesting
 from buoy.jax.state import LossScaledState
 
 __all__ = ["find", "holds_state", "scale_of"]
@@ -55,7 +54,7 @@ def find(tree: Any) -> LossScaledState:
         )
         raise SeveralScalesError(message)
     _, state = found[0]
-    _warn_of_wrappers(tree)
+    warn_of_nesting(tree, _is_state)
     bare: LossScaledState = jax.tree.map(_bare, state, is_leaf=_is_variable)
     return register_with_flax(bare)
 
@@ -71,29 +70,6 @@ def _is_variable(leaf: Any) -> bool:
 def _bare(leaf: Any) -> Any:
     """Return the array in a variable of flax's nnx."""
     return leaf.get_value() if _is_variable(leaf) else leaf
-
-
-_AROUND: dict[type[Any], str] = {
-    optax.MultiStepsState: (
-        "`optax.MultiSteps` wraps `loss_scaled`: it adds up scaled gradients, and "
-        "after one overflow its sum stays NaN (it clears the sum by multiplying by 0). "
-        "Put it inside: `loss_scaled(optax.MultiSteps(inner, k))` checks every "
-        "micro-batch and leaves out only the bad ones."
-    ),
-    optax.ApplyIfFiniteState: (
-        "`optax.apply_if_finite` wraps `loss_scaled`: it hides overflows, so the scale "
-        "does not fall and every later step overflows too. Remove it: `loss_scaled` "
-        "applies only finite updates."
-    ),
-}
-
-
-def _warn_of_wrappers(tree: Any) -> None:
-    """Warn about transformations that must not wrap `loss_scaled`."""
-    kinds = tuple(_AROUND)
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(leaf, kinds) and holds_state(leaf):
-            warnings.warn(_AROUND[type(leaf)], BuoyWarning, stacklevel=4)
 
 
 def holds_state(tree: Any) -> bool:
