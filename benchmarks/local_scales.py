@@ -104,7 +104,7 @@ def train(
     for number in range(STEPS):
         if number == hopeless and not applied:
             break
-        scaler.run(step, optimizer, modules=(), retries=4 if local else 0)
+        scaler.run(step, optimizer, retries=4 if local else 0)
         last = scaler.last_step
         if last is not None and last.applied:
             applied += 1

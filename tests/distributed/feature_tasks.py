@@ -39,7 +39,8 @@ def run_again(policy, fused):
     """One rank overflows, then one rank has a NaN of its own."""
     model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
-    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**14, model=model)
+    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**14)
+    scaler.guard(model)
     attempts, applied = [], []
     for step in range(6):
 
@@ -50,7 +51,7 @@ def run_again(policy, fused):
                 factor = {2: 2.0**14, 4: math.nan}.get(step, 1.0)
             scaler.scale(loss_of(model, step) * factor).backward()
 
-        scaler.run(one, optimizer, retry_on=["scale_too_high", "bad_batch"])
+        scaler.run(one, optimizer)
         applied.append(scaler.last_step.applied)
     return attempts, applied, summary(model, scaler)
 

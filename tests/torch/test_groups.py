@@ -471,7 +471,7 @@ def test_one_optimizer_may_take_turns_in_run(own):
             turn.step(optimizer)
             scaler.update()
 
-        scaler.run(step, modules=())
+        scaler.run(step)
         assert turn.last_step.applied
 
 

@@ -197,13 +197,13 @@ def test_rerunning_a_batch_moves_the_scale_between_attempts():
         scaler.scale(loss.float()).backward()
 
     for _ in range(2):
-        scaler.run(backward, optimizer, modules=())
+        scaler.run(backward, optimizer)
         assert scaler.last_step.applied
         assert scaler.get_scale() == 2.0**15
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()  # deferred
-    scaler.run(backward, optimizer, modules=())
+    scaler.run(backward, optimizer)
     assert scaler.last_step.applied
 
 

@@ -118,11 +118,6 @@ class Hooks:
         self.extensions.insert(0 if first else len(self.extensions), extension)
         self.collect()
 
-    def remove(self, extension: Extension) -> None:
-        """Detach an extension."""
-        self.extensions = [one for one in self.extensions if one is not extension]
-        self.collect()
-
     def find(self, key: str) -> Any:
         """Return the extension with this key; None if there is none."""
         return self.by_key.get(key)

@@ -338,14 +338,14 @@ class GradScaler(TorchContract):
         made: Self = feature("groups").group(self, name, options)
         return made
 
-    def run(self, step_fn: Callable[[], _R], *optimizers: Any, **options: Any) -> _R:
-        """Run a step; if its scale was too high, run it again at a lower scale.
+    def run(self, step_fn: Callable[[], _R], *optimizers: Any, retries: int = 6) -> _R:
+        """Run a step; if it overflowed, run it again at a lower scale.
 
         `step_fn` computes the loss, scales it and calls `backward()`, and may clip.
-        `run` then steps and updates, unless `step_fn` did.  Options: `modules`,
-        `retries`, `retry_on`, `generators` (docs/guides/retry.md).
+        `run` then steps and updates, unless `step_fn` did.  After `retries` re-runs the
+        batch is skipped (docs/guides/retry.md).
         """
-        result: _R = feature("rerun").run(self, step_fn, optimizers, options)
+        result: _R = feature("rerun").run(self, step_fn, optimizers, retries)
         return result
 
     def guard(self, *models: torch.nn.Module) -> None:

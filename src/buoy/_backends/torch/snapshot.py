@@ -7,7 +7,7 @@ flag on a device, and restores if it is true, without waiting for it.
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -277,11 +277,10 @@ class RandomSnapshot:
         True
     """
 
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self) -> None:
         self._saved: list[tuple[Callable[[Any], Any], Any]] = [
             (torch.set_rng_state, torch.get_rng_state()),
             (random.setstate, random.getstate()),
-            *((one.set_state, one.get_state()) for one in generators),
         ]
         for module in _accelerators():
             every = "_all" if hasattr(module, "get_rng_state_all") else ""

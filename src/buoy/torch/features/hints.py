@@ -51,10 +51,6 @@ class Hints(Extension):
             self._warned.add(topic)
             warn(message, BuoyWarning)
 
-    def optimizers(self) -> list[Any]:
-        """Return the optimizers that have stepped and still exist."""
-        return [one for known in self._known.values() if (one := known()) is not None]
-
     def loss_scaled(
         self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
     ) -> None:
