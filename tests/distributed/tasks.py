@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from buoy._backends import torch as backend
 from buoy.torch import GradScaler, OptionError, RankMismatchError
+from tests.told import Told
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
@@ -268,13 +270,11 @@ def overlaps(fused: bool) -> bool:
     return scaler.last_step.applied
 
 
-def collectives(
-    max_norm: float | None, policy: str | None, by_hand: bool
-) -> dict[str, int]:
+def collectives(max_norm: float | None, policy: Any, by_hand: bool) -> dict[str, int]:
     """Count what one step sends, once it runs."""
     model = layer()
     optimizer = OPTIMIZERS["fused"](model.parameters())
-    scaler = GradScaler("cpu", 64.0, policy=policy)
+    scaler = GradScaler("cpu", policy=policy)
     schedule = Schedule((), max_norm=max_norm, by_hand=by_hand)
     for step in range(3):
         optimizer.zero_grad()
@@ -309,6 +309,48 @@ def unread(kind: str, clip: bool, policy: str | None) -> Any:
                 bad = step == 3 and dist.get_rank() == 1
                 _finish_unread(scaler, optimizer, loss, clip, bad=bad)
         found.append((scaler.last_step.applied, scaler.get_scale()))
+    return found
+
+
+def told(kind: str, clip: bool, hidden: bool, silent: int | None) -> Any:
+    """Let one rank's loss be inf, or NaN, or unknown; return what all were told."""
+    from no_host_reads import no_host_reads
+
+    model, rank = layer(), dist.get_rank()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", policy=Told(), sync="never")
+    found = []
+    for step, bad in enumerate([None, None, math.inf, None, math.nan, -math.inf, None]):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 3)).square().mean() * 0.0
+        if bad is not None and rank == 1:
+            loss = loss + bad
+        if rank != silent or step == 0:
+            loss = scaler.scale(loss)
+        loss.backward()
+        reads = no_host_reads(hidden=True) if hidden and step > 1 else nullcontext()
+        with reads:
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(float(scaler._loss_scale.runner.state.told))
+    return found
+
+
+def untold() -> Any:
+    """Scale no loss on any rank, after a first step; return what was told."""
+    model = layer()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = GradScaler("cpu", policy=Told())
+    found = []
+    for scales in (True, False, True):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 3)).square().mean()
+        (scaler.scale(loss) if scales else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler._loss_scale.runner.state.told)
     return found
 
 

@@ -8,6 +8,8 @@ import pytest
 import tasks
 from crew import Crew
 
+from tests.told import FINITE, NOT_FINITE, UNKNOWN, Told
+
 RULES = [None, "headroom"]
 
 
@@ -227,7 +229,14 @@ def test_looking_does_not_wait_for_the_others(fused, crew_of):
 
 @pytest.mark.parametrize(
     ("max_norm", "policy", "count"),
-    [(None, None, 1), (1.0, None, 1), (None, "headroom", 2), (1.0, "headroom", 2)],
+    [
+        (None, None, 1),
+        (1.0, None, 1),
+        (None, Told(), 1),
+        (1.0, Told(), 1),
+        (None, "headroom", 2),
+        (1.0, "headroom", 2),
+    ],
 )
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_is_sent_is_what_the_documents_say(
@@ -246,6 +255,26 @@ def test_no_host_read_with_fused_optimizers(clip, policy, crew_of):
 
     assert runs[0] == runs[1]
     assert [True, True, True, False, True] == [applied for applied, _ in runs[0]]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+def test_all_are_told_that_the_loss_of_one_rank_was_not_finite(
+    kind, clip, hidden, crew_of
+):
+    """Also ranks without a loss, and where the host never asks a device."""
+    for silent in (None, 0):
+        runs = crew_of(2).run(tasks.told, kind, clip, hidden, silent)
+
+        assert runs[0] == runs[1]
+        bad = [FINITE, FINITE, NOT_FINITE, FINITE, NOT_FINITE, NOT_FINITE, FINITE]
+        assert bad == runs[0]
+
+
+def test_a_loss_that_no_rank_scales_is_not_known(crew_of):
+    """E.g. if it is multiplied by the scale by hand."""
+    assert [[FINITE, UNKNOWN, FINITE]] * 2 == crew_of(2).run(tasks.untold)
 
 
 @pytest.mark.parametrize("silent", [None, 0])

@@ -89,7 +89,10 @@ class TorchContract(TorchGradScaler):
                 work.freshness.expect_backward()
         if loss.dtype is torch.float16:
             scale.fp16_loss = True
-        if loss.numel() == 1 and (noted := backend.value_or_copy(loss)) is not None:
+        noted = backend.value_or_copy(loss) if loss.numel() == 1 else None
+        if iteration.loss_check is not None:
+            iteration.loss_check.add(loss, noted)
+        if noted is not None:
             iteration.losses.append(noted)
             if scale.wants and iteration.scalings == 1:  # then it must not change
                 self._surveyor.foresee(loss)
@@ -205,7 +208,9 @@ class TorchContract(TorchGradScaler):
         work.optimizer, scale = optimizer, self._loss_scale
         with torch.no_grad():
             gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
-            measures = scale.wants or self._hooks.looked or self._surveyor.zeros_due()
+            measures = (
+                scale.measures or self._hooks.looked or self._surveyor.zeros_due()
+            )
             if measures and scale.tensor is not None:
                 self._surveyor.inspect(work, inv_scale.reshape(()), None)
             safe = scale.is_safe(inv_scale)
@@ -373,7 +378,7 @@ class TorchContract(TorchGradScaler):
             self._log.end(ended, self._hooks)
         finally:
             iteration.scalings, iteration.deferred = 0, False
-            iteration.losses.clear()
+            iteration.forget_losses()
             self._per_optimizer_states = defaultdict(Work)
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,4 +398,4 @@ class TorchContract(TorchGradScaler):
         self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
         # Gradients that were scaled or inspected before this are of another run.
         self._iteration.scalings, self._per_optimizer_states = 0, defaultdict(Work)
-        self._iteration.losses.clear()
+        self._iteration.forget_losses()

@@ -27,6 +27,7 @@ from buoy._backends.torch.collectives import NormGroup, ProcessGroups, Ranks, co
 from buoy._backends.torch.rank_norms import LocalNorm, RankGradients
 from buoy._core.errors import RankMismatchError
 from buoy._core.step import MEASUREMENTS
+from buoy.torch.loss_check import LOSS
 
 __all__ = ["Agreed", "Agreement", "Findings", "late_error"]
 
@@ -38,7 +39,7 @@ class Findings(NamedTuple):
     """The findings of one rank.  Tensors are 0-d and on the scale's device."""
 
     found: torch.Tensor  # float32: 1 if a gradient is not finite
-    measured: dict[str, torch.Tensor]  # by `MEASUREMENTS`, as far as they are due
+    measured: dict[str, torch.Tensor]  # by `_MEASURED`, as far as they are due
     scale: torch.Tensor  # must be equal on all ranks, as the next two
     tracker: torch.Tensor
     turn: int
@@ -63,7 +64,8 @@ class Agreed(NamedTuple):
 
 # The vector that is sent: numbers to combine, numbers that must be equal, the negatives
 # of the latter; when clipping also six numbers of the norm (see `norms.message`).
-_FOUND, _END = 0, 1 + len(MEASUREMENTS)
+_MEASURED = (*MEASUREMENTS, LOSS)
+_FOUND, _END = 0, 1 + len(_MEASURED)
 _EQUAL = slice(_END, _END + 5)  # scale, tracker, turn, order and rounds of the norm
 _HAS, _NEGATIVE = slice(_END + 5, _END + 7), slice(_END + 7, _END + 12)
 _NORM = slice(_END + 12, _END + 18)
@@ -82,8 +84,10 @@ class _Exchange:
     def _vector(self) -> torch.Tensor:
         mine, equal = self._findings, self._equal()
         zero = torch.zeros_like(mine.found)
-        seen = [_ordered(mine.measured.get(name, zero)) for name in MEASUREMENTS]
-        seen.insert(0, mine.found.clamp(max=1.0))
+        seen = [mine.found.clamp(max=1.0)]
+        for name in _MEASURED:
+            number = mine.measured.get(name)
+            seen.append(zero if number is None else _ordered(number))
         numbers = [number.float().reshape(()) for number in (*seen, *equal[:2])]
         rest = [*equal[2:], float(mine.has_grads), float(mine.has_loss)]
         tail = torch.tensor(rest, dtype=torch.float32, device="cpu")
@@ -119,7 +123,7 @@ class _Exchange:
             torch.maximum(vector[_FOUND], differs),
             {
                 name: _measured(name, vector[place])
-                for place, name in enumerate(MEASUREMENTS, 1)
+                for place, name in enumerate(_MEASURED, 1)
                 if name in self._findings.measured
             },
             bool(grads),

@@ -22,6 +22,7 @@ from buoy._backends.torch.gradients import (
 from buoy._backends.torch.graph import graph_nodes
 from buoy._core.step import MEASUREMENTS
 from buoy.torch import errors
+from buoy.torch.loss_check import LOSS, LossCheck
 from buoy.torch.policy_runner import Evidence
 
 if TYPE_CHECKING:
@@ -189,8 +190,9 @@ def _notice(freshness: "weakref.ref[Freshness]", _: torch.Tensor) -> None:
 class Iteration:
     """The losses and counters of a scaler's current iteration."""
 
-    def __init__(self) -> None:
+    def __init__(self, wants: Collection[str] = ()) -> None:
         self.losses: deque[float | torch.Tensor] = deque(maxlen=_LOSSES)
+        self.loss_check = LossCheck() if LOSS in wants else None
         self.scalings = 0  # calls of `scale`
         self.scaled = False  # there was one, in this iteration or before
         self.deferred = False  # `update` was called, and waits: `features.managed`
@@ -201,6 +203,12 @@ class Iteration:
         self.compiled_losses: tuple[torch.Tensor, ...] = ()
         self.compiled_looks: tuple[Any, ...] = ()
         self.compiled_steps: tuple[Any, ...] = ()
+
+    def forget_losses(self) -> None:
+        """Forget the losses, after an update or for a state of another run."""
+        self.losses.clear()
+        if self.loss_check is not None:
+            self.loss_check.clear()
 
 
 def combined(flags: Flags, home: torch.device) -> torch.Tensor | None:
@@ -246,7 +254,7 @@ def merged(found: Sequence[Measured], home: torch.device) -> Measured:
     whole: Measured = {}
     if any("norm_log2" in one for one in found):
         found = [{"norm_log2": one.get("amax_log2", 0.0), **one} for one in found]
-    for name in MEASUREMENTS:
+    for name in (*MEASUREMENTS, LOSS):
         values = [one[name] for one in found if name in one]
         if values:
             numbers = torch.stack([backend.scalar(value, home) for value in values])

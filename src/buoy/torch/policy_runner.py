@@ -19,6 +19,7 @@ from buoy._core.policies.policy import Policy, finite_only
 from buoy._core.policies.start import started
 from buoy._core.state import Seen, map_state
 from buoy._core.step import as_wanted
+from buoy.torch.loss_check import LOSS, NO_LOSS, loss_finite
 
 __all__ = ["FLOAT32_MAX", "SMALLEST", "Evidence", "PolicyRunner"]
 
@@ -36,20 +37,29 @@ class Evidence(NamedTuple):
 
     def on_host(self) -> Seen | None:
         """Return it as plain numbers; None if the host lacks any of them."""
-        values = {
-            name: x if isinstance(x, float) else backend.host_value(x)
-            for name, x in self.measured.items()
-        }
-        if self.finite is None or None in values.values():
+        values: dict[str, float] = {}
+        for name, x in self.measured.items():
+            value = x if isinstance(x, float) else backend.host_value(x)
+            if value is None:
+                return None
+            values[name] = value
+        if self.finite is None:
             return None
-        return Seen(finite=self.finite, **as_wanted(values, PLAIN.log2))
+        told = loss_finite(values.pop(LOSS, NO_LOSS))
+        sizes = as_wanted(values, PLAIN.log2)
+        return Seen(finite=self.finite, loss_finite=told, **sizes)
 
     def on_device(self) -> Seen:
         """Return it as tensors."""
         home = self.found.device
-        sizes = {name: backend.scalar(x, home) for name, x in self.measured.items()}
+        sizes = {
+            name: backend.scalar(x, home)
+            for name, x in self.measured.items()
+            if name != LOSS
+        }
         finite = self.found.reshape(()) == 0
-        return Seen(finite=finite, **as_wanted(sizes, torch.log2))
+        told = loss_finite(self.measured.get(LOSS, NO_LOSS), home)
+        return Seen(finite=finite, loss_finite=told, **as_wanted(sizes, torch.log2))
 
 
 class PolicyRunner:

@@ -19,6 +19,7 @@ from buoy._core.ops import single
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
+from buoy._core.step import MEASUREMENTS
 from buoy.torch.policy_runner import SMALLEST, Evidence, PolicyRunner
 
 __all__ = ["Now", "Scale"]
@@ -61,6 +62,7 @@ class Scale:
         if self.runner is not None:
             self.low, self.high = self.runner.bounds[:2]
             self.init_scale = float(self.runner.state.scale)
+        self.measures = not self.wants.isdisjoint(MEASUREMENTS)  # of the gradients
         self.tensor: torch.Tensor | None = None  # float32 []
         self.tracker: torch.Tensor | None = None  # int32 []: torch's growth tracker
         self.turn = 0  # updates so far

@@ -135,7 +135,7 @@ class GradScaler(TorchContract):
         self._options, self._names, self._agreement = options, names, agreement
         self._loss_scale = options.scale()
         TorchGradScaler.__init__(self, **options.of_torch())
-        self._iteration = Iteration()
+        self._iteration = Iteration(self._loss_scale.wants)
         self._log = StepLog(names, options.on_stuck, options.patience, agreement)
         self._hooks = Hooks(self, options if self._enabled else None)
         if not self._enabled:

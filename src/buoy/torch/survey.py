@@ -39,6 +39,7 @@ from buoy.torch import errors
 from buoy.torch.distributed import Agreed, Agreement, Findings
 from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
+from buoy.torch.loss_check import LOSS, NO_LOSS
 from buoy.torch.optimizers import unscales
 from buoy.torch.policy_runner import SMALLEST, Evidence, PolicyRunner
 from buoy.torch.scale import Scale
@@ -67,6 +68,10 @@ class Surveyor:
         self.fp16.prepare(work.optimizer, self.names)
         for hook in self.hooks.before_look:
             hook(work)
+        check, tensor = self.iteration.loss_check, self.scale.tensor
+        work.measured = {}
+        if check is not None and tensor is not None:
+            work.measured[LOSS] = check.number(tensor.device)
         gathered = work.gathered = gather(work.optimizer)
         if not (gathered.plain or gathered.distinct):
             raise errors.shared_gradient(self.names.of(work.optimizer, gathered.params))
@@ -94,7 +99,7 @@ class Surveyor:
         work.amax = survey.amax
         if gathered.grads and due:
             sizes: Any = {"amax_log2": survey.amax, "norm_log2": survey.norm}
-            work.measured = {
+            work.measured = work.measured | {
                 name: MEASURE[name](gathered.buckets, inverse.device)
                 if name in MEASURE
                 else sizes[name].float()
@@ -158,9 +163,12 @@ class Surveyor:
         flag = combined(flags, home)
         zero = torch.zeros((), dtype=torch.float32, device=home)
         found, due = work.measured, self._due(work)
+        measured = {n: backend.scalar(found.get(n, zero), home) for n in due}
+        if self.iteration.loss_check is not None:
+            measured[LOSS] = backend.scalar(found.get(LOSS, NO_LOSS), home)
         findings = Findings(
             found=zero if flag is None else flag,
-            measured={n: backend.scalar(found.get(n, zero), home) for n in due},
+            measured=measured,
             scale=now.tensor,
             tracker=zero if tracker is None else tracker,
             turn=self.scale.turn,

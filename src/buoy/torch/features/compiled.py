@@ -23,6 +23,7 @@ from buoy._core.errors import DeviceModeError
 from buoy._core.step import clip_factor, schedule
 from buoy.torch import errors
 from buoy.torch.iteration import Work, merged
+from buoy.torch.loss_check import LOSS
 from buoy.torch.optimizers import step_or_restore
 from buoy.torch.policy_runner import Evidence
 
@@ -65,6 +66,8 @@ def scale(scaler: Any, output: torch.Tensor) -> torch.Tensor:
             scale.tensor.copy_(scale.runner.scale)
             scale.foreseen = True
         iteration.compiled_losses = (loss,)
+    if iteration.loss_check is not None:
+        iteration.loss_check.add_compiled(output)
     scaled: torch.Tensor = output * scale.tensor
     return scaled
 
@@ -82,7 +85,7 @@ def clip(
         )
     if any(one.optimizer is optimizer for one in scaler._iteration.compiled_looks):
         raise _untraced("a second clipping of the same gradients")
-    seen = _look(scaler._loss_scale, optimizer, gather(optimizer), order)
+    seen = _look(scaler, optimizer, gather(optimizer), order)
     norm: torch.Tensor = seen.norm
     factor = seen.multiplier * clip_factor(norm, max_norm, backend.ops())
     scaler._iteration.compiled_looks += (seen._replace(multiplier=factor),)
@@ -98,7 +101,7 @@ def step(scaler: Any, optimizer: Any) -> None:
         raise errors.step_twice()
     gathered = gather(optimizer)
     noted = [one for one in iteration.compiled_looks if one.optimizer is optimizer]
-    seen = noted[-1] if noted else _look(scale, optimizer, gathered)
+    seen = noted[-1] if noted else _look(scaler, optimizer, gathered)
     skipped = seen.found
     if scale.runner is not None:
         allowed = scale.runner.allows(Evidence(seen.found, None, seen.measured))
@@ -123,6 +126,8 @@ def update(scaler: Any) -> None:
     measured = merged([seen.measured for seen, _ in steps], found.device)
     scale.move_on_device(Evidence(found, None, measured))
     scale.foreseen = False
+    if iteration.loss_check is not None:
+        iteration.loss_check.clear()
     scale.compiled_updates.add_(1)
     losses, after = iteration.compiled_losses, scale.tensor.clone()
     scaler._log.compiled = _Done(steps, losses, before, after)
@@ -142,11 +147,12 @@ def report(scaler: Any) -> None:
 
 
 def _look(
-    scale: Any, optimizer: Any, gathered: Gathered, order: float | None = None
+    scaler: Any, optimizer: Any, gathered: Gathered, order: float | None = None
 ) -> _Look:
     """Check the gradients, and measure what the policy wants."""
     if not gathered.grads:
         raise errors.no_gradients()
+    scale, check = scaler._loss_scale, scaler._iteration.loss_check
     inverse, turn = scale.tensor.reciprocal(), scale.turn + scale.compiled_updates
     whole = gathered if order is None else magnitudes(gathered, order)
     survey = take_survey(whole, inverse, order=order, amax=True)
@@ -157,6 +163,8 @@ def _look(
         take, due = MEASURE.get(name), one.due(turn)
         value = take(gathered.buckets, inverse.device) if take else sizes[name].float()
         measured[name] = value if due is True else torch.where(due, value, torch.nan)
+    if check is not None:
+        measured[LOSS] = check.number(inverse.device)
     norm = survey.norm
     if norm is not None:
         norm = (norm * inverse if order else norm).float()  # 0: a count
