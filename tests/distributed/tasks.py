@@ -25,6 +25,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from buoy._backends import torch as backend
 from buoy.torch import GradScaler, OptionError, RankMismatchError
@@ -335,6 +336,26 @@ def told(kind: str, clip: bool, hidden: bool, silent: int | None) -> Any:
             scaler.step(optimizer)
             scaler.update()
         found.append(float(scaler._loss_scale.runner.state.told))
+    return found
+
+
+def told_of_sharded_losses() -> Any:
+    """Scale losses of which each rank holds a part."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = OPTIMIZERS["sgd"]([weight])
+    scaler = GradScaler("cpu", policy=Told())
+    found = []
+    for where in (None, 0, 3):
+        optimizer.zero_grad()
+        added = torch.zeros(4)
+        if where is not None:
+            added[where] = math.inf
+        losses = weight * 0.0 + distribute_tensor(added, mesh, [Shard(0)])
+        scaler.scale(losses).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler._loss_scale.runner.state.told)
     return found
 
 

@@ -272,6 +272,13 @@ def test_all_are_told_that_the_loss_of_one_rank_was_not_finite(
         assert bad == runs[0]
 
 
+def test_losses_that_are_sharded_count_in_full(crew_of):
+    """Each rank looks at its own part."""
+    told = [FINITE, NOT_FINITE, NOT_FINITE]
+
+    assert [told, told] == crew_of(2).run(tasks.told_of_sharded_losses)
+
+
 def test_a_loss_that_no_rank_scales_is_not_known(crew_of):
     """E.g. if it is multiplied by the scale by hand."""
     assert [[FINITE, UNKNOWN, FINITE]] * 2 == crew_of(2).run(tasks.untold)

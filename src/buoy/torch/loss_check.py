@@ -64,7 +64,7 @@ class LossCheck:
 
     def add(self, loss: torch.Tensor, noted: float | torch.Tensor | None) -> None:
         """Add a loss; `noted` is its value or a copy, if it is a single number."""
-        if loss.numel() != 1:
+        if loss.numel() != 1 or hasattr(loss, "to_local"):  # of a DTensor: its part
             if not (loss.is_floating_point() or loss.is_complex()):
                 return  # not a loss
             noted = backend.value_or_copy(backend.magnitude(loss))
@@ -91,5 +91,5 @@ class LossCheck:
     def _zero(self, home: torch.device) -> torch.Tensor:
         """Return 0 if the kept losses are finite, else NaN."""
         # Of the loss in its own dtype: float32 does not hold every finite float64.
-        each = [backend.scalar(backend.local(one) * 0.0, home) for one in self._kept]
+        each = [backend.scalar(one * 0.0, home) for one in self._kept]
         return each[0] if len(each) == 1 else torch.stack(each).sum()
