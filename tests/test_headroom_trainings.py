@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import buoy
 from benchmarks.headroom import bad_batches
 from benchmarks.headroom.judge import EXACT, STOCK, Outcome, judge
+from tests import short_trainings
 
 GOOD = Outcome(skips=3, lost=0.01, dead=0.0, loss=1.0)
 UNTIL_THE_RULE_IS_NEW = pytest.mark.xfail(
@@ -126,67 +126,23 @@ def test_outcomes_are_taken_from_the_file_that_keeps_them(tmp_path, capsys):
     assert size == (tmp_path / "kept").stat().st_size
 
 
-def tiny(**changes):
-    """Make a short task of those that torch and Keras share; two batches are bad."""
-    from benchmarks.headroom.mlp_tasks import TASKS
-
-    bad = bad_batches.at(bad_batches.NAN_GRADIENTS, 7, 12)
-    task = replace(TASKS["nan_loss_single"], steps=150, rate=0.02, bad=bad)
-    return replace(task, **changes)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"bad": bad_batches.at(bad_batches.NAN_LOSS, 7, 12)},
-        {"max_norm": 0.1},
-        {"half_weights": True},
-    ],
-)
+@pytest.mark.parametrize("changes", [*short_trainings.KINDS, {"half_weights": True}])
 def test_a_training_in_torch_skips_bad_batches_alone(changes, monkeypatch):
-    """At a scale at which nothing overflows; and it learns."""
-    torch_trainings = trainings_in_torch(monkeypatch, **changes)
-    run, scale = torch_trainings.run, buoy.Static(init_scale=128.0)
-
-    assert (2, 0) == (run("tiny", scale).skips, run("tiny", scale, bad=False).skips)
-    assert run("tiny", scale).dead == 0 < run("tiny", scale).loss < 2.0
-    exact = run("tiny", EXACT)
-    assert (2, 0, 0) == (exact.skips, exact.lost, exact.dead)
-    assert run("tiny", scale).loss == pytest.approx(exact.loss, rel=0.01)
-
-
-@pytest.mark.slow
-def test_a_training_in_torch_loses_gradients_at_a_tiny_scale(monkeypatch):
-    """All of them, in every good step; a bad one is skipped."""
-    torch_trainings = trainings_in_torch(monkeypatch)
-
-    found = torch_trainings.run("tiny", buoy.Static(init_scale=2.0**-24))
-    assert (2, 100, 100) == (found.skips, found.lost, found.dead)
-
-
-@pytest.mark.slow
-def test_hidden_tails_overflow_in_torch_before_the_weights_do(monkeypatch):
-    """At the same scale, the same net without them skips nothing."""
-    from benchmarks.headroom.mlp_tasks import TASKS
-
-    task, skips = TASKS["hidden_tails"], []
-    for draw in (task.draw, tiny().draw):
-        changes = {"draw": draw, "widths": task.widths, "bad": None}
-        torch_trainings = trainings_in_torch(monkeypatch, **changes)
-        scale = buoy.Static(init_scale=2.0**16)
-        skips.append(torch_trainings.run("tiny", scale))
-
-    assert skips[0].skips > 3
-    assert skips[1].skips == 0
-
-
-def trainings_in_torch(monkeypatch, **changes):
-    """Return the module with a task named "tiny"."""
+    """At a scale at which nothing overflows; and it learns what FP32 learns."""
     pytest.importorskip("torch")
     from benchmarks.headroom import torch_trainings
 
-    monkeypatch.setitem(torch_trainings.TASKS, "tiny", tiny(**changes))
-    torch_trainings.TRAININGS.forget()
-    return torch_trainings
+    short_trainings.bad_batches_alone_are_skipped(torch_trainings, changes, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_training_in_torch_loses_gradients_and_overflows_in_hidden_tensors(
+    monkeypatch,
+):
+    """All gradients at a tiny scale; at a large one, those of hidden tails first."""
+    pytest.importorskip("torch")
+    from benchmarks.headroom import torch_trainings
+
+    short_trainings.gradients_are_lost(torch_trainings, monkeypatch)
+    short_trainings.hidden_tails_overflow(torch_trainings, monkeypatch)

@@ -59,6 +59,7 @@ class Trainings:
 
     `train` gets a task's name, a policy, a seed and the code of each batch; `files`
     returns what the outcomes of a task depend on, besides the policy and the core.
+    Outcomes are kept by `where`, too, if a framework has several backends.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Trainings:
         files: Callable[[str], Iterable[Path]],
         quick: Sequence[str] = (),
         forget: Callable[[], None] = lambda: None,
+        where: str = "",
     ) -> None:
         self.tasks, self.quick = tasks, quick
         self._train = cache(train_with(tasks, train))
-        self._files, self._drop = files, forget
+        self._files, self._drop, self._where = files, forget, where
 
     def run(
         self, name: str, policy: Any, seed: int = 0, *, bad: bool = True
@@ -124,7 +126,7 @@ class Trainings:
             rule = buoy.policy(policy) if isinstance(policy, str) else policy
             file = Path(inspect.getfile(type(rule)))
             files += sorted(file.parent.glob(f"{file.stem}*.py"))
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(self._where.encode())
         for file in files:
             digest.update(file.read_bytes())
         return digest.hexdigest()[:16]

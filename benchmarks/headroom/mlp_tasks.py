@@ -52,6 +52,11 @@ class Task:
     unit: float = 1.0
     half_weights: bool = False  # with FP32 masters, where a front end has them
 
+    @property
+    def classes(self) -> bool:
+        """Whether the targets are classes."""
+        return self.draw is not _field
+
 
 def dense(task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Draw the weights and biases of a task."""
@@ -92,9 +97,10 @@ TASKS = {
     "nan_gradients_clusters": Task(
         _classes, steps=1500, bad=clusters(NAN_GRADIENTS), half_weights=True
     ),
-    "clipped": Task(
+    "bad_clusters_clipped": Task(
         _classes, steps=1500, max_norm=0.1, bad=clusters(NAN_LOSS, NAN_GRADIENTS)
     ),
+    "clipped": Task(_classes, steps=1000, max_norm=0.1),
     "fp16_loss": Task(_field, FIELD, half_loss=True, unit=1e-2),
     "small_units": Task(_field, FIELD, unit=1e-5),
     "hidden_tails": Task(_with_tails, (16, 48, 48, 8), steps=1500),
