@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.headroom import bad_batches
 from benchmarks.headroom.judge import EXACT, STOCK, Outcome, judge
+from tests import short_trainings
 
 GOOD = Outcome(skips=3, lost=0.01, dead=0.0, loss=1.0)
 UNTIL_THE_RULE_IS_NEW = pytest.mark.xfail(
@@ -123,3 +124,25 @@ def test_outcomes_are_taken_from_the_file_that_keeps_them(tmp_path, capsys):
 
     assert first == capsys.readouterr().out
     assert size == (tmp_path / "kept").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [*short_trainings.KINDS, {"half_weights": True}])
+def test_a_training_in_torch_skips_bad_batches_alone(changes, monkeypatch):
+    """At a scale at which nothing overflows; and it learns what FP32 learns."""
+    pytest.importorskip("torch")
+    from benchmarks.headroom import torch_trainings
+
+    short_trainings.bad_batches_alone_are_skipped(torch_trainings, changes, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_training_in_torch_loses_gradients_and_overflows_in_hidden_tensors(
+    monkeypatch,
+):
+    """All gradients at a tiny scale; at a large one, those of hidden tails first."""
+    pytest.importorskip("torch")
+    from benchmarks.headroom import torch_trainings
+
+    short_trainings.gradients_are_lost(torch_trainings, monkeypatch)
+    short_trainings.hidden_tails_overflow(torch_trainings, monkeypatch)

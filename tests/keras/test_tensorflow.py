@@ -9,6 +9,7 @@ import pytest
 
 import buoy
 from tests.keras.nets import BACKEND, data, net, scaled, weights, without
+from tests.told import FINITE, NOT_FINITE, UNKNOWN, Told
 
 pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
 
@@ -83,6 +84,80 @@ def test_fit_under_a_strategy_is_fit(strategy):
     assert rows[0].count(False) == 1
     for a, b in zip(weights(made[0]), weights(made[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def told_of(optimizer):
+    """Return what the policy was told of the last step, on each replica."""
+    (told,) = (v for v in optimizer.variables if v.name == "policy_told")
+    return {float(one) for one in getattr(told.value, "values", [told.value])}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_replicas_are_told_of_every_loss(strategy, how):
+    """A loss that is not finite on one replica was not finite for all."""
+    with strategy.scope():
+        optimizer = scaled(Told())
+        weight = keras.Variable([1.0, 1.0], name="w")
+        optimizer.build([weight])
+
+    def step(bad, scale_it):
+        def one():
+            rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+            spoiled = tf.cast(rank, tf.int32) == bad
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight) * tf.where(spoiled, math.inf, 1.0)
+                if scale_it:
+                    loss = optimizer.scale_loss(loss)
+            optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+        strategy.run(one)
+
+    run, told = compiled(step, how), []
+    for bad in (-1, 0, 1, -1):
+        run(tf.constant(bad), True)
+        told.append(told_of(optimizer))
+    run(tf.constant(-1), False)
+
+    assert told == [{FINITE}, {NOT_FINITE}, {NOT_FINITE}, {FINITE}]
+    assert told_of(optimizer) == {UNKNOWN}
+
+
+def test_fit_under_a_strategy_tells_of_every_loss(strategy):
+    """The last batch is bad, in the half of the second replica."""
+    x, y = data()
+    with strategy.scope():
+        model = net()
+        model.compile(scaled(Told(), "adam"), "mse")
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert told_of(model.optimizer) == {FINITE}
+
+    y[-1] = math.nan
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert told_of(model.optimizer) == {NOT_FINITE}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+def test_a_scaler_without_keras_tells_of_its_losses(how):
+    """Of all losses of a step; of none if `scale` is not called with the step."""
+    from buoy.tensorflow import LossScaler
+
+    scaler, weight = LossScaler(Told()), tf.Variable([1.0])
+
+    def step(*xs):
+        with tf.GradientTape() as tape:
+            losses = [scaler.scale(weight * x) for x in xs]
+            loss = tf.add_n([weight, *losses])
+        return scaler.apply(lambda pairs: None, tape.gradient(loss, [weight]), [weight])
+
+    run, told = compiled(step, how), []
+    for xs in ([1.0, 3e38], [1.0, math.inf], [math.nan, 1.0], [1.0, 1.0], []):
+        run(*map(tf.constant, xs))
+        told.append(float(scaler._state["told"]))
+    assert told == [FINITE, NOT_FINITE, NOT_FINITE, FINITE, UNKNOWN]
+
+    tf.function(scaler.scale)(tf.constant(math.nan))
+    run()
+    assert float(scaler._state["told"]) == UNKNOWN
 
 
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])

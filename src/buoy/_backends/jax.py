@@ -3,9 +3,9 @@
 And the measurements of gradients for Keras; `buoy.jax` has its own, for shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,17 @@ from buoy._core.policies.registry import CLASSES, state_class
 from buoy._core.state import Seen
 from buoy._core.step import BLOCK, SMALL, sample_stride
 
-__all__ = ["MEASURE", "count_small", "lift", "look", "ops", "register", "values_of"]
+__all__ = [
+    "MEASURE",
+    "count_small",
+    "lift",
+    "look",
+    "ops",
+    "program_now",
+    "register",
+    "told",
+    "values_of",
+]
 
 
 class _Jax:
@@ -109,6 +119,44 @@ def _need_x64() -> None:
             "a policy that computes in float32, e.g. 'headroom' or 'backoff'."
         )
         raise PolicyError(message)
+
+
+def program_now() -> Any:
+    """Return what is traced now; two calls in one trace return equal values."""
+    from jax.extend.core import get_opaque_trace_state  # noqa: PLC0415 - here alone
+
+    return get_opaque_trace_state()  # type: ignore[no-untyped-call]
+
+
+def told(tell: Callable[[jax.Array], None], loss: jax.Array) -> jax.Array:
+    """Return the loss; `tell` is called with its value outside of `jax.grad`.
+
+    Inside a function that is differentiated the loss is a tracer, which may not leave
+    it.  JAX calls `_forward` outside, with the value there.
+    """
+    if isinstance(loss, jax.core.Tracer):
+        return _told(tell, loss)
+    tell(loss)
+    return loss
+
+
+def _forward(tell: Callable[[jax.Array], None], loss: jax.Array) -> Any:
+    tell(loss)
+    return loss, None
+
+
+def _backward(tell: Any, kept: None, grad: jax.Array) -> tuple[jax.Array]:
+    del tell, kept
+    return (grad,)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _told(tell: Callable[[jax.Array], None], loss: jax.Array) -> jax.Array:
+    del tell
+    return loss
+
+
+_told.defvjp(_forward, _backward)
 
 
 def values_of(grad: Any) -> jax.Array:

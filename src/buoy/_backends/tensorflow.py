@@ -19,7 +19,15 @@ from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
 from buoy._core.step import BLOCK, SMALL, sample_stride
 
-__all__ = ["MEASURE", "check_precision", "lift", "look", "ops", "values_of"]
+__all__ = [
+    "MEASURE",
+    "check_precision",
+    "lift",
+    "look",
+    "ops",
+    "program_now",
+    "values_of",
+]
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 _LOWEST, _HIGHEST = -126.0, 128.0  # exponents of its normal numbers
@@ -100,6 +108,11 @@ def check_precision(precision: Precision) -> None:
             "float32, e.g. 'headroom', 'backoff' or 'keras', or Keras on torch."
         )
         raise PolicyError(message)
+
+
+def program_now() -> Any:
+    """Return the graph that is traced now; None while TensorFlow runs eagerly."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def values_of(grad: Any) -> tf.Tensor:

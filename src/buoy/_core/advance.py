@@ -54,13 +54,14 @@ def advance(
     measured: Mapping[str, Scalar],
     *,
     carried: Scalar,
+    loss_finite: Scalar = None,
     ops: Ops,
 ) -> Advanced:
     """Decide about a step and move the scale.
 
     `carried` is the scale that the gradients carry: `state.scale`, or 1 if they are
     unscaled already.  `measured` has what the policy wants besides `amax_log2`, as
-    `as_wanted` takes it.
+    `as_wanted` takes it.  `loss_finite` is None if it is not known, or not wanted.
 
     Example:
         >>> from buoy import Backoff
@@ -75,7 +76,11 @@ def advance(
     sizes = dict(measured)
     if "amax_log2" in policy.wants:
         sizes["amax_log2"] = found.amax * (single(state.scale, ops) * inverse)
-    seen = Seen(finite=found.finite, **as_wanted(sizes, exponent_of))
+    seen = Seen(
+        finite=found.finite,
+        loss_finite=loss_finite,
+        **as_wanted(sizes, exponent_of),
+    )
     applied, after, factor = decide(policy, state, seen, inverse=inverse, ops=ops)
     unscaled = (found.norm * inverse, found.amax * inverse)
     return Advanced(

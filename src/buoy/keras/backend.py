@@ -21,6 +21,7 @@ __all__ = [
     "is_half",
     "is_traced",
     "itself_as_written",
+    "replica_now",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -37,6 +38,7 @@ class Backend:
     lift: Callable[..., Any]
     look: Callable[..., Found]
     measure: Mapping[str, Callable[[Sequence[Any], Scalar], Scalar]]
+    program_now: Callable[[], Any]  # what is traced, as `LossFlag` compares it
 
     def check(self, policy: Policy) -> None:
         """Raise for a policy that this backend cannot compute, e.g. in float64."""
@@ -54,7 +56,8 @@ def backend() -> Backend:
         )
     home: Any = import_module(f"buoy._backends.{name}")
     looks: Any = import_module(f"buoy._backends.{name}{_LOOKS[name]}")
-    return Backend(name, home.ops(), home.lift, looks.look, looks.MEASURE)
+    program_now = getattr(home, "program_now", lambda: None)  # torch traces nothing
+    return Backend(name, home.ops(), home.lift, looks.look, looks.MEASURE, program_now)
 
 
 def as_written(function: _F) -> _F:
@@ -85,6 +88,17 @@ def in_stateless_scope() -> bool:
     """Return whether assignments to variables are recorded in place of being made."""
     with keras.StatelessScope(initialize_variables=False) as scope:
         return scope.original_scope is not None
+
+
+def replica_now() -> int:
+    """Return which replica of a `tf.distribute` strategy this code runs for."""
+    if keras.backend.backend() != "tensorflow":
+        return 0
+    import tensorflow as tf  # noqa: PLC0415
+
+    context = tf.distribute.get_replica_context()
+    found = 0 if context is None else context.replica_id_in_sync_group
+    return found if isinstance(found, int) else 0
 
 
 def is_traced(tensors: Sequence[Any]) -> bool:

@@ -137,6 +137,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale; a policy that looks ahead sees it first."""
         self._scaling.half_loss = is_half(loss)
+        loss = self._scaling.told(loss)
         if self.built and self._may_store():
             self._scaling.foresee(kops.convert_to_tensor(loss))
         return kops.multiply(loss, self._scaling.scale())

@@ -64,7 +64,7 @@ def apply_together(
 
 def _agreed(everyone: Any) -> Looked:
     """Combine the findings of all replicas: the worst counts."""
-    found, measured = everyone
+    found, measured, told = everyone
     bad = tf.reduce_any(tf.stack(found.bad), axis=0)
     return Looked(
         Found(
@@ -74,4 +74,5 @@ def _agreed(everyone: Any) -> Looked:
             norm=tf.constant(UNKNOWN),  # of the sum of the gradients, not made yet
         ),
         {name: tf.reduce_max(tf.stack(each)) for name, each in measured.items()},
+        None if told[0] is None else tf.reduce_all(tf.stack(told)),
     )

@@ -13,10 +13,11 @@ from buoy._core.advance import Found, advance, capped, foreseen, single
 from buoy._core.bounds import initial
 from buoy._core.errors import CallOrderError
 from buoy._core.formats import FLOAT32_MAX
+from buoy._core.loss_flag import LossFlag
 from buoy._core.ops import PLAIN, Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.step import MEASUREMENTS
-from buoy.keras.backend import backend
+from buoy.keras.backend import backend, in_stateless_scope, replica_now
 from buoy.keras.variables import Variables
 
 __all__ = ["Grads", "Looked", "Scaling"]
@@ -48,10 +49,11 @@ class Grads(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """The findings about the gradients, and the measurements that the policy wants."""
+    """The findings about the gradients, and what else the policy wants."""
 
     found: Found
     measured: dict[str, Scalar]
+    loss_finite: Scalar = None  # bool []: no loss was inf or NaN before it was scaled
 
 
 class Scaling:
@@ -64,6 +66,7 @@ class Scaling:
         self._elements = 0
         self.variables: Variables | None = None
         self.half_loss = False  # known as soon as a loss is scaled, or traced
+        self._loss_flag = LossFlag()
 
     def build(self, optimizer: Any, names: Sequence[str], elements: int) -> None:
         """Make the variables of an optimizer, for model variables of these names.
@@ -92,6 +95,22 @@ class Scaling:
     @property
     def _ops(self) -> Ops:
         return PLAIN if self.variables is None else backend().ops
+
+    def told(self, loss: Any) -> Any:
+        """Return the loss; a policy that wants it is told whether it was finite."""
+        if "loss_finite" not in self.policy.wants:
+            return loss
+        if backend().name == "jax":
+            from buoy._backends.jax import told  # noqa: PLC0415
+
+            return told(self._tell, loss)
+        if backend().name == "tensorflow" or not in_stateless_scope():
+            self._tell(kops.stop_gradient(kops.convert_to_tensor(loss)))
+        return loss
+
+    def _tell(self, loss: Any) -> None:
+        finite = kops.all(kops.isfinite(loss))
+        self._loss_flag.add(finite, backend().program_now(), replica_now())
 
     def foresee(self, loss: Any) -> None:
         """Let the policy see the loss, and keep it for the log."""
@@ -130,7 +149,8 @@ class Scaling:
             top = found.amax * (parts / carried)
             fits = top * top * float(self._elements) <= FLOAT32_MAX
             finite = kops.logical_and(finite, fits)
-        return Looked(found._replace(bad=flags, finite=finite), measured)
+        told = self._loss_flag.take(backend().program_now(), replica_now())
+        return Looked(found._replace(bad=flags, finite=finite), measured, told)
 
     def _measured(self, tensors: list[Any], lowered: Scalar) -> dict[str, Scalar]:
         """Measure what the policy wants besides the largest gradient; NaN if not due.
@@ -160,6 +180,7 @@ class Scaling:
             looked.found,
             looked.measured,
             carried=scale if scaled else kops.ones_like(scale),
+            loss_finite=looked.loss_finite,
             ops=backend().ops,
         )
         self._built.write(made.state)

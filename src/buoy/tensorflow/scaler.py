@@ -6,10 +6,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from buoy._backends.tensorflow import MEASURE, check_precision, look, ops
+from buoy._backends.tensorflow import (
+    MEASURE,
+    check_precision,
+    look,
+    ops,
+    program_now,
+)
 from buoy._core.advance import advance, capped, foreseen, single
 from buoy._core.bounds import initial
 from buoy._core.errors import CallOrderError, OptionError
+from buoy._core.loss_flag import LossFlag
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
 from buoy._core.ring import COLUMNS, LENGTH, rows_of
@@ -56,6 +63,7 @@ class LossScaler(tf.Module):
         self._has_loss = tf.Variable(False, trainable=False)
         self._log = tf.Variable(tf.zeros((LENGTH, len(COLUMNS))), trainable=False)
         self._half_loss = False  # known as soon as a loss is scaled, or traced
+        self._loss_flag = LossFlag()
 
     def _read(self) -> Any:
         values = {name: tf.identity(v) for name, v in self._state.items()}
@@ -87,6 +95,9 @@ class LossScaler(tf.Module):
     def scale(self, loss: Any) -> tf.Tensor:
         """Return the loss times the scale; a policy that looks ahead sees it first."""
         self._half_loss = loss.dtype == tf.float16
+        if "loss_finite" in self.policy.wants:
+            finite = tf.reduce_all(tf.math.is_finite(tf.stop_gradient(loss)))
+            self._loss_flag.add(finite, program_now())
         number = tf.cast(tf.reduce_mean(tf.stop_gradient(loss)), tf.float32)
         known = tf.identity(self._has_loss)
         before = self._read()
@@ -132,6 +143,7 @@ class LossScaler(tf.Module):
             look(there, 1.0 / scale),
             self._measured(there, scale),
             carried=scale,
+            loss_finite=self._loss_flag.take(program_now()),
             ops=_OPS,
         )
         self._write(made.state)
