@@ -275,15 +275,15 @@ def _is_threshold(every: Sequence[_Seen], kind: int) -> bool:
     if size == 0.0 or len(same) < _ENOUGH:
         return False
     before = [one[kind + 2] for one in same if one[kind + 2] > 0.0]
-    scales = {one.scale for one in same}
-    digits = 1 if last.error else 2
+    scales = [one.scale for one in same]
+    digits, margin = 1 if last.error else 2, 1.0 + _VARIES * error
+    moved = max(scales) > margin * min(scales)
     if not before:  # no backward pass was seen, and nothing else is known
-        return len(scales) > 1 and _is_round(size, digits, error)
-    margin = 1.0 + _VARIES * error
+        return moved and _is_round(size, digits, error)
     if len(before) < _ENOUGH - 1 or min(before) <= margin * size:
         return False
     varies = max(before) > margin * min(before)
-    if len(scales) > 1 and varies:
+    if moved and varies:
         return True
     if not _is_round(size, digits, error) or _is_usual(size / last.scale, error):
         return False

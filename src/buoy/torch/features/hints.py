@@ -42,7 +42,7 @@ class Hints(Extension):
         # Optimizers of models with `model`'s shapes; None once `model` has stepped.
         self._lookalikes: set[int] | None = set()
         self._bad: dict[int, list[_Gradient]] = {}  # of each optimizer's last skip
-        self._clipping, self._clipped = ClippedWhileScaled(), False
+        self._clipping, self.clipped = ClippedWhileScaled(), False
         self._scale: Any = None  # the scaler's, once it has gradients
 
     def warn(self, topic: str, message: str) -> None:
@@ -83,14 +83,14 @@ class Hints(Extension):
         self._scale = scaler._loss_scale
         scale = self._clipping.look(optimizer, self._scale.tensor)
         if scale is not None:
-            self._clipped = True
+            self.clipped = True
             self.warn("clipped", _CLIPPED.format(scale))
             if scaler.trace is not None:
                 seen = {"step": self._scale.turn, "scale": scale}
                 scaler.trace.describe(clipped_while_scaled=seen)
-        elif self._clipped and self._clipping.over:
-            self._clipped = False
-        self._scale.clipped = self._clipped
+        elif self.clipped and self._clipping.over:
+            self.clipped = False
+        self._scale.clipped = self.clipped
 
     def state_dict(self) -> Any:
         """Return what the looks for clipping have found, if the scale depends on it."""
@@ -101,11 +101,12 @@ class Hints(Extension):
 
     def load_state_dict(self, state: Any) -> None:
         """Restore it."""
-        state = state or {"clipped": False, "looks": []}
+        if state is None:
+            state = {"clipped": False, "looks": []}
         if type(state["clipped"]) is not bool:
             raise TypeError(f"'clipped' is {state['clipped']!r}")
         self._clipping.load(state["looks"])
-        self._clipped = state["clipped"]
+        self.clipped = state["clipped"]
 
     def before_step(self, scaler: Any, work: Work) -> None:
         """Check an optimizer at its first step."""
