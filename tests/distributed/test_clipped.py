@@ -3,6 +3,8 @@
 import clip_tasks
 import pytest
 
+pytestmark = pytest.mark.slow  # starts processes
+
 POLICIES = [None, "backoff", "headroom", "lognormal"]
 
 

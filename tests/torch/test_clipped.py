@@ -345,6 +345,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "headroom", "lognormal", "backoff"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("change", HONEST)

@@ -10,40 +10,21 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.measure import norms
 from buoy._backends.torch.reader import AsyncReader
+from buoy._core.clipped import ENOUGH, SeenScaled, is_threshold
 
 __all__ = ["ClippedWhileScaled"]
 
-_ENOUGH = 3  # looks that find the same threshold, or clean ones after which it is over
 _FIRST = 16  # looks at an optimizer's gradients
 _AGAIN, _EVERY = 4, 256  # then so many in each so many steps
 _KEPT = 16  # looks that are remembered
-_EXACT = 2e-5  # a threshold's relative error, where gradients are float32
-_EPSILON = 1e-6  # that clipping functions add to the norm
-_VARIES = 16.0  # such errors, by which gradients differ that are not the same ones
-_LARGEST = 0.01  # error that is tolerated
-_COUNT = 2048.0  # by which gradients are averaged
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class _Seen(NamedTuple):
-    """Scaled gradients before `step`, and at the end of the backward pass; 0: unknown.
-
-    Norms and largest values are rounded to float32.
-    """
-
-    norm: float
-    largest: float
-    norm_before: float
-    largest_before: float
-    scale: float
-    error: float  # of the dtype
 
 
 class ClippedWhileScaled:
@@ -67,7 +48,7 @@ class ClippedWhileScaled:
     def over(self) -> bool:
         """Whether the last looks at every optimizer show that they are not."""
         every = self._watched.values()
-        return all(one.clean >= _ENOUGH and not one.found for one in every)
+        return all(one.clean >= ENOUGH and not one.found for one in every)
 
     def loss_scaled(self, scaled: torch.Tensor) -> None:
         """Arrange to compare with the gradients as the backward pass leaves them."""
@@ -114,10 +95,10 @@ class _Watched:
         left, turn, found, clean, *seen = saved or (_FIRST, 0, 0, 0)
         self.left, self._turn = int(left), int(turn)
         self.found, self.clean = bool(found), int(clean)
-        size = len(_Seen._fields)
-        self._seen = deque[_Seen](maxlen=_KEPT)
+        size = len(SeenScaled._fields)
+        self._seen = deque[SeenScaled](maxlen=_KEPT)
         for start in range(0, len(seen), size):
-            self._seen.append(_Seen(*seen[start : start + size]))
+            self._seen.append(SeenScaled(*seen[start : start + size]))
         self._reader = AsyncReader(every=1)
         self._suspect = bool(self._seen)  # gradients were written: measure the next
         self._mark: list[tuple[Any, int]] | None = None
@@ -158,14 +139,14 @@ class _Watched:
             self._measure(grads, before, scale)
         elif mark is not None or not self.found:
             self._note_clean()
-            self._suspect = self._suspect and self.clean < _ENOUGH
+            self._suspect = self._suspect and self.clean < ENOUGH
         scales = [self._judge(seen) for seen, _ in self._reader.collect()]
         return next((one for one in scales if one is not None), None)
 
     def _note_clean(self) -> None:
         """Note gradients that were not clipped; forget it after several of them."""
         self.clean += 1
-        if self.clean >= _ENOUGH and self.found:
+        if self.clean >= ENOUGH and self.found:
             self.found = False
             self._seen.clear()
 
@@ -182,12 +163,12 @@ class _Watched:
         self._reader.post(torch.stack(numbers))
 
     def _judge(self, numbers: list[float]) -> float | None:
-        seen = _Seen(*numbers)
+        seen = SeenScaled(*numbers)
         if not all(map(math.isfinite, seen)):  # an overflow shows no threshold
             self.left += 1
             return None
         self._seen.append(seen)
-        if not (_is_threshold(self._seen, 0) or _is_threshold(self._seen, 1)):
+        if not (is_threshold(self._seen, 0) or is_threshold(self._seen, 1)):
             self._note_clean()
             return None
         told, self.found, self.clean = self.found, True, 0
@@ -257,62 +238,3 @@ def _sizes(grads: list[Any]) -> torch.Tensor | None:
         1
     )
     return torch.stack([torch.linalg.vector_norm(norm), top.max()])
-
-
-# -- judging ---------------------------------------------------------------------------
-
-
-def _is_threshold(every: Sequence[_Seen], kind: int) -> bool:
-    """Return whether the last size is a threshold.  `kind` 0: norm; 1: largest value.
-
-    It is if several looks find this number, smaller than it was before, at several
-    scales.  At a single scale it must also be round, and must not be a usual threshold
-    that was multiplied by the scale, or constant gradients divided by a number.
-    """
-    last, size = every[-1], every[-1][kind]
-    error = max(_error(one, kind) for one in every)
-    same = [one for one in every if _is_near(one[kind], size, error)]
-    if size == 0.0 or len(same) < _ENOUGH:
-        return False
-    before = [one[kind + 2] for one in same if one[kind + 2] > 0.0]
-    scales = [one.scale for one in same]
-    digits, margin = 1 if last.error else 2, 1.0 + _VARIES * error
-    moved = max(scales) > margin * min(scales)
-    if not before:  # no backward pass was seen, and nothing else is known
-        return moved and _is_round(size, digits, error)
-    if len(before) < _ENOUGH - 1 or min(before) <= margin * size:
-        return False
-    varies = max(before) > margin * min(before)
-    if moved and varies:
-        return True
-    if not _is_round(size, digits, error) or _is_usual(size / last.scale, error):
-        return False
-    return varies or not _is_plain(before[-1] / size, error)
-
-
-def _error(seen: _Seen, kind: int) -> float:
-    """Return how far, relative to it, a threshold may be from the size that is left."""
-    size = max(seen[kind], seen[kind + 2])
-    epsilon = _EPSILON / size if kind == 0 and size > 0.0 else 0.0
-    return min(_EXACT + epsilon + seen.error, _LARGEST)
-
-
-def _is_usual(size: float, error: float) -> bool:
-    """Return whether this is a usual threshold: 1.0, 0.2, 2.5, but not 0.016."""
-    halves = _is_round(size, 2, error) and f"{size:.1e}"[2] == "5"
-    return halves or _is_round(size, 1, error)
-
-
-def _is_plain(ratio: float, error: float) -> bool:
-    """Return whether gradients may be divided by it: a count, 2^k, 1 / 0.1."""
-    whole = ratio <= _COUNT and _is_near(ratio, round(ratio), error)
-    power = _is_near(ratio, 2.0 ** round(math.log2(ratio)), error)
-    return whole or power or _is_round(1.0 / ratio, 2, error)
-
-
-def _is_round(size: float, digits: int, error: float) -> bool:
-    return _is_near(size, float(f"{size:.{digits - 1}e}"), error)
-
-
-def _is_near(size: float, other: float, error: float) -> bool:
-    return abs(size - other) <= error * other
