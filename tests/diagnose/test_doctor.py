@@ -112,6 +112,38 @@ def test_clipping_scaled_gradients_names_the_scale(scale):
     assert f"{scale:g} times" in doctor.findings[0].why
 
 
+def _clip_by_hand(model):
+    norm = sum(param.grad.square().sum() for param in model.parameters()).sqrt()
+    for param in model.parameters():
+        param.grad.mul_(torch.clamp(1.0 / norm, max=1.0))
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**8, 2.0**14])
+@pytest.mark.parametrize("clip", [_clip_by_hand, None])
+def test_clipping_that_no_call_shows_is_found(clip, scale, kind):
+    """Written by hand; without it nothing is found."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = kind("cpu", init_scale=scale)
+    with Doctor() as doctor:
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(8, 4)).float().square().mean()
+            scaler.scale(loss).backward()
+            if clip is None:
+                scaler.unscale_(optimizer)
+                _clip_by_hand(model)
+            else:
+                clip(model)
+            scaler.step(optimizer)
+            scaler.update()
+
+    codes = [finding.code for finding in doctor.findings]
+    assert codes == (["clipped_scaled"] if clip else [])
+
+
 def test_the_doctor_injects_no_skip_unless_asked_to():
     """The same script: watched it takes all its steps, forced it loses one."""
     script = str(SCRIPTS / "good_scheduler.py")

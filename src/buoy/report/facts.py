@@ -10,6 +10,7 @@ from itertools import compress, filterfalse
 from operator import sub
 from typing import Any
 
+from buoy._core.clipped import find_threshold
 from buoy._core.formats import FORMATS, Format
 from buoy._core.verdicts import Verdict
 from buoy._core.watch import PATIENCE, is_idle, window_of
@@ -18,10 +19,20 @@ from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
 
-__all__ = ["Facts", "Layer", "Shares", "layers", "share_points", "shares", "sum_up"]
+__all__ = [
+    "Clipped",
+    "Facts",
+    "Layer",
+    "Shares",
+    "layers",
+    "share_points",
+    "shares",
+    "sum_up",
+]
 
 _WARM_UP = 0.1  # of the run, or so many steps: when skips are expected
 _MOST_WARM_UP = 1000
+_LOOKED_AT = 2**14  # steps, evenly spaced, among which a threshold is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,15 @@ class Layer:
     subnormal: float
     headroom: float | None  # bits, the least of all looks
     offences: int  # skipped steps in which it was not finite
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """Gradients that were clipped while they were multiplied by the scale."""
+
+    step: int | None  # in which it was noticed, if it was while the run went on
+    scale: float
+    certain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +90,7 @@ class Facts:
     offenders: tuple[tuple[str, int], ...]  # how often, most often first
     lost: int
     ended: bool
+    clipped: Clipped | None  # while they were scaled
 
     @property
     def idle(self) -> bool:
@@ -121,7 +142,35 @@ def sum_up(recording: Recording) -> Facts:
         offenders=tuple(blamed.most_common()),
         lost=recording.lost,
         ended=recording.ended,
+        clipped=_clipped(recording, rows),
     )
+
+
+def _clipped(recording: Recording, rows: Rows) -> Clipped | None:
+    """Return what the front end noticed, or what the rows show."""
+    noted = recording.meta.get("clipped_while_scaled")
+    if isinstance(noted, dict) and isinstance(noted.get("scale"), (int, float)):
+        step = noted.get("step")
+        return Clipped(step if isinstance(step, int) else None, float(noted["scale"]))
+    # The torch front end sees more than the rows do at a single scale.
+    losses = {loss for loss in rows.loss if math.isfinite(loss)}
+    alone = "torch" not in recording.meta and len(losses) > 1
+    every = slice(None, None, 1 + len(rows) // _LOOKED_AT)
+    applied, scales = rows.applied[every], rows.scale[every]
+    for sizes in (rows.norm[every], rows.amax[every]):
+        seen = [
+            (size, scale)
+            for size, scale, fine in zip(sizes, scales, applied, strict=True)
+            if fine and 0.0 < size < math.inf
+        ]
+        found = find_threshold(*_columns(seen), one_scale=alone)
+        if found is not None:
+            return Clipped(None, seen[-1][1], found[1])
+    return None
+
+
+def _columns(pairs: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def _row(rows: Sequence[Row]) -> int:

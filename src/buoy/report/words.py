@@ -37,7 +37,7 @@ def summary(found: Facts) -> Summary:
     if not found.steps:
         return Summary("look", "Nothing was recorded yet", ())
     findings = [*_stuck(found), *_grave(found), *_often(found), *_lossy(found)]
-    findings += _end(found)
+    findings += [*_clipped(found), *_end(found)]
     if not findings:
         return Summary("healthy", f"Healthy: {_calm(found)}", _about(found))
     findings.sort(key=lambda finding: finding[0] != "trouble")
@@ -116,6 +116,28 @@ def _lossy(found: Facts) -> list[Finding]:
             "(`buoy.torch.local_scales`)."
         )
     return [("look", "Gradients underflow", what)]
+
+
+def _clipped(found: Facts) -> list[Finding]:
+    seen = found.clipped
+    if seen is None:
+        return []
+    if not seen.certain:
+        what = (
+            "The scaled gradients have the same size in nearly every step, a round "
+            "number. If they are clipped before they are divided by the scale, the "
+            f"threshold is {seen.scale:g} times too low, and nothing is learned: clip "
+            "after unscaling."
+        )
+        return [("look", "The gradients may be clipped while scaled", what)]
+    where = "" if seen.step is None else f", noticed in step {seen.step}"
+    what = (
+        "Gradients were clipped while they were still multiplied by the scale"
+        f"{where}: the threshold is {seen.scale:g} times too low, and the weights "
+        "hardly move. Clip after unscaling: `scaler.clip_grad_norm_(optimizer, "
+        "max_norm)`, or in JAX `loss_scaled(inner, max_norm=...)`."
+    )
+    return [("trouble", "Gradients were clipped while scaled", what)]
 
 
 def _end(found: Facts) -> list[Finding]:

@@ -153,6 +153,8 @@ def _usable(scale: float, loss_scale: Scale) -> float:
 def load(saved: Saved, scale: Scale, hooks: Hooks) -> None:
     """Restore a state; without the entry `buoy`, only the scale."""
     hooks.load_state_dict(saved.parts)  # first: it may raise
+    hints: Any = hooks.find("hints")
+    scale.clipped, scale.clipped_anywhere = hints.clipped, None
     scale.growth_factor, scale.backoff_factor, scale.growth_interval = saved[1:4]
     runner, state = scale.runner, saved.state
     name = "torch's rule" if runner is None else type(runner.policy).__name__

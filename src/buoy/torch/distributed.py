@@ -45,6 +45,7 @@ class Findings(NamedTuple):
     turn: int
     has_grads: bool = True
     has_loss: bool = True
+    clipped: bool = False  # gradients are clipped while they are scaled
     norm: LocalNorm | None = None  # when clipping
 
 
@@ -55,6 +56,7 @@ class Agreed(NamedTuple):
     measured: dict[str, torch.Tensor]
     has_grads: bool  # of any rank; True if the host cannot read it
     has_loss: bool
+    clipped: torch.Tensor  # float32 []: more than 0 if any rank has noticed it
     norm: torch.Tensor | None = None  # float32: of all ranks' gradients
     # If the host cannot read whether ranks differ: 1 if they do, and the function that
     # makes the error, which all ranks must call together (see also `late_error`).
@@ -67,8 +69,8 @@ class Agreed(NamedTuple):
 _MEASURED = (*MEASUREMENTS, LOSS)
 _FOUND, _END = 0, 1 + len(_MEASURED)
 _EQUAL = slice(_END, _END + 5)  # scale, tracker, turn, order and rounds of the norm
-_HAS, _NEGATIVE = slice(_END + 5, _END + 7), slice(_END + 7, _END + 12)
-_NORM = slice(_END + 12, _END + 18)
+_HAS, _CLIPPED = slice(_END + 5, _END + 7), _END + 7
+_NEGATIVE, _NORM = slice(_END + 8, _END + 13), slice(_END + 13, _END + 19)
 
 
 class _Exchange:
@@ -89,7 +91,8 @@ class _Exchange:
             number = mine.measured.get(name)
             seen.append(zero if number is None else _ordered(number))
         numbers = [number.float().reshape(()) for number in (*seen, *equal[:2])]
-        rest = [*equal[2:], float(mine.has_grads), float(mine.has_loss)]
+        flags = mine.has_grads, mine.has_loss, mine.clipped
+        rest = [*equal[2:], *map(float, flags)]
         tail = torch.tensor(rest, dtype=torch.float32, device="cpu")
         tail = tail.to(mine.scale.device, non_blocking=True)
         both = torch.cat([torch.stack(numbers), tail])
@@ -128,6 +131,7 @@ class _Exchange:
             },
             bool(grads),
             bool(loss),
+            vector[_CLIPPED],
             whole,
             *(() if seen else (differs, self.mismatch)),
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.bounds import bounds_of, foreseen, initial, moved
+from buoy._core.bounds import Bounds, bounds_of, foreseen, initial, moved
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, single
@@ -68,6 +68,8 @@ class PolicyRunner:
     def __init__(self, policy: Policy) -> None:
         self.policy, self.bounds = policy, bounds_of(policy)
         self.vetoes = getattr(type(policy), "applies", None) is not finite_only
+        # A scale that follows the gradients' size must not follow clipped ones.
+        self.follows_size = "amax_log2" in policy.wants and not self.bounds.peer
         self.state: Any = initial(policy)
 
     @property
@@ -88,21 +90,31 @@ class PolicyRunner:
         low = max(getattr(self.policy, "min_scale", 0.0), self.bounds.low)
         return low, min(getattr(self.policy, "max_scale", FLOAT32_MAX), FLOAT32_MAX)
 
-    def foresee(self, loss: torch.Tensor, home: torch.device, *, half: bool) -> None:
+    def foresee(
+        self,
+        loss: torch.Tensor,
+        home: torch.device,
+        *,
+        half: bool,
+        held: bool | torch.Tensor = False,
+    ) -> None:
         """Pass a loss to the policy before it is scaled.
 
         `half`: losses are FP16.  The scale is then at most what FP16 holds, for this
-        step; the presets do as their peers.
+        step; the presets do as their peers.  `held`: as in `update`.
         """
-        policy, bounds, ops = self.policy, self.bounds, backend.ops()
-        if half and not bounds.peer:
-            bounds = bounds._replace(high=min(bounds.high, LARGEST_HALF))
+        policy, ops = self.policy, backend.ops()
+        most = LARGEST_HALF if half and not self.bounds.peer else self.bounds.high
+        if isinstance(held, torch.Tensor):
+            self.lift(home)
+        bounds = self._bounds_if(held, most)
         number = loss if loss.dtype is torch.float32 else loss.detach().float()
         seen = None if self.on_device else backend.host_value(number)
         if seen is not None:
             self.state = foreseen(policy, self.state, seen, ops=PLAIN, bounds=bounds)
             return
         self.lift(home)
+        bounds = self._bounds_if(held, most)
         number = number.detach().reshape(()).to(home, non_blocking=True)
         self._keep(foreseen(policy, self.state, number, ops=ops, bounds=bounds))
 
@@ -113,13 +125,19 @@ class PolicyRunner:
         allowed: bool | torch.Tensor = self.policy.applies(replace(seen, finite=True))
         return allowed
 
-    def update(self, evidence: Evidence) -> None:
-        """Update the state from the findings of a step."""
-        seen = None if self.on_device else evidence.on_host()
-        policy, bounds = self.policy, self.bounds
+    def update(self, evidence: Evidence, *, held: bool | torch.Tensor = False) -> None:
+        """Update the state from the findings of a step.
+
+        `held`: gradients were clipped while they were scaled.  If the policy follows
+        their size, the scale does not rise.
+        """
+        known = not (self.on_device or isinstance(held, torch.Tensor))
+        seen = evidence.on_host() if known else None
+        policy, bounds = self.policy, self._bounds_if(held)
         if seen is None:
             self.lift(evidence.found.device)
             seen, ops = evidence.on_device(), backend.ops()
+            bounds = self._bounds_if(held)
             self._keep(moved(policy, self.state, seen, ops=ops, bounds=bounds))
             return
         try:
@@ -127,6 +145,21 @@ class PolicyRunner:
         except ScaleCollapsedError as error:
             self.state = self.state if error.state is None else error.state
             raise
+
+    def _bounds_if(
+        self, held: bool | torch.Tensor, most: float = FLOAT32_MAX
+    ) -> Bounds:
+        """Return the bounds; if held, the highest scale is the present one."""
+        low, high = self.bounds.low, min(self.bounds.high, most)
+        if held is False or not self.follows_size:
+            return self.bounds._replace(high=high)
+        scale = self.state.scale
+        if not self.on_device:
+            return self.bounds._replace(high=min(max(scale, low), high))
+        top: Any = scale.clamp(low, high)
+        if isinstance(held, torch.Tensor):
+            top = torch.where(held.to(top.device) > 0, top, high)
+        return self.bounds._replace(high=top)
 
     def _keep(self, after: Any) -> None:
         """Store a state of tensors, in the precision that the policy declares."""

@@ -70,6 +70,9 @@ class Scale:
         self.compiled_updates: torch.Tensor | None = None
         self.foreseen = False  # the policy has seen this iteration's loss
         self.fp16_loss = False  # there was an FP16 loss
+        # Whether gradients are clipped while they are scaled: here, on any rank.
+        self.clipped = False
+        self.clipped_anywhere: torch.Tensor | None = None  # float32 []
         self._now: Now | None = None
         self._view: backend.HostView | None = None  # collectives keep `_version`
         self._clean: backend.HostCount | None = None  # the tracker's value
@@ -185,6 +188,16 @@ class Scale:
         count = getattr(self.runner.state, "clean_steps", 0)
         return int(count.item() if isinstance(count, torch.Tensor) else count)
 
+    @property
+    def heeds_clipping(self) -> bool:
+        """Whether the policy follows the size of gradients, clipped ones included."""
+        return self.runner is not None and self.runner.follows_size
+
+    def is_held(self) -> bool:
+        """Return whether the scale does not rise.  Reads on the host."""
+        agreed = self.clipped_anywhere
+        return self.clipped or (agreed is not None and backend.read_one(agreed) > 0)
+
     # -- moving ------------------------------------------------------------------------
 
     def foresee(self, loss: torch.Tensor) -> None:
@@ -192,7 +205,8 @@ class Scale:
         self.foreseen = True
         if self.runner is not None:
             now = self.now()
-            self.runner.foresee(loss, now.device, half=self.fp16_loss)
+            held = self._held()
+            self.runner.foresee(loss, now.device, half=self.fp16_loss, held=held)
             self._write()
 
     def move(self, evidence: Evidence | None, now: Now) -> Now:
@@ -205,7 +219,7 @@ class Scale:
             if self.runner.on_device:
                 self.runner.follow(now.tensor)
             try:
-                self.runner.update(evidence)
+                self.runner.update(evidence, held=self._held())
             finally:
                 self._write()
         elif evidence.finite is None or now.value is None or self._clean is None:
@@ -215,6 +229,14 @@ class Scale:
             self._move_on_host(now.value, self._clean, finite=evidence.finite)
         return self._now or now
 
+    def _held(self) -> bool | torch.Tensor:
+        """Return whether the scale must not rise; a tensor if only the device knows."""
+        agreed = self.clipped_anywhere
+        if agreed is None or not self.heeds_clipping:
+            return self.clipped
+        seen = backend.host_value(agreed)
+        return agreed if seen is None else seen > 0
+
     def move_on_device(self, evidence: Evidence) -> None:
         """Update the scale without a host read, also inside a compiled graph."""
         tensor: Any = self.tensor
@@ -222,7 +244,7 @@ class Scale:
         if self.runner is not None:
             self.runner.lift(tensor.device)
             self.runner.follow(tensor)
-            self.runner.update(evidence)
+            self.runner.update(evidence, held=self.clipped)
             tensor.copy_(self.runner.scale)
             return
         factors = self.growth_factor, self.backoff_factor, self.growth_interval

@@ -174,9 +174,11 @@ class Surveyor:
             turn=self.scale.turn,
             has_grads=flag is not None,
             has_loss=not self.iteration.assumed,
+            clipped=self.scale.clipped,
             norm=norm,
         )
         agreed = self.agreement.agree(findings, doing=doing)
+        self.scale.clipped_anywhere = agreed.clipped
         if agreed.differs is not None:
             self.iteration.differs = work.differs = agreed.differs
             work.mismatch = agreed.mismatch

@@ -4,7 +4,10 @@ from typing import Any
 
 import torch
 
+from buoy._backends.torch.clipped import ClippedWhileScaled
+from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.graph import graph_of
+from buoy._core.clipped import ENOUGH
 from buoy.diagnose.doctor.facts import Facts
 from buoy.diagnose.doctor.gradients import Looks, Marks
 from buoy.diagnose.doctor.modules import Modules
@@ -23,13 +26,14 @@ class Losses:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self.marks, self.modules = Marks(), Modules()
-        self._looks = Looks()
+        self._looks, self._clipping = Looks(), ClippedWhileScaled()
         self._graphs: dict[int, Any] = {}  # of losses that were scaled
         self._latest: tuple[Any, list[torch.Tensor]] = (None, [])
 
     def scaled(self, result: torch.Tensor, loss: torch.Tensor, scale: float) -> None:
         """Note that a loss was scaled."""
         self._facts.scaled_at = place()
+        self._clipping.loss_scaled(result)
         self._check(loss)
         if loss.grad_fn is None:
             return
@@ -95,6 +99,18 @@ class Losses:
             self._facts.clipped_scaled += 1
             self._facts.clipped_scale = self.marks.scale_of(params)
             self._facts.clipped_at = place()
+
+    def before_unscaling(self, optimizer: Any, scale: Any) -> None:
+        """Look whether scaled gradients were clipped by a function that is not torch's.
+
+        Or by torch's, imported before it was watched.
+        """
+        if scale is None or not self.marks.any(parameters_of(optimizer), "scaled"):
+            return
+        found = self._clipping.look(optimizer, scale)
+        if found is not None and not self._facts.clipped_scaled:
+            self._facts.clipped_scaled = ENOUGH
+            self._facts.clipped_scale, self._facts.clipped_at = found, place()
 
     def conclude(self, held: set[int]) -> None:
         """Put names to what was found."""

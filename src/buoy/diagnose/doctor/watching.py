@@ -115,6 +115,7 @@ class Watching:
     def _before_unscale(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         if scaler.is_enabled() and not self._within_scaler():
             self._check_stage(scaler, optimizer)
+            self._losses.before_unscaling(optimizer, scaler._scale)
             self._maybe_overflow(scaler, optimizer)
 
     def _unscaled(
@@ -138,6 +139,7 @@ class Watching:
         own = self._of(scaler)
         own.fresh, own.step_at = False, place()
         self._check_stage(scaler, optimizer)
+        self._losses.before_unscaling(optimizer, scaler._scale)
         self._maybe_overflow(scaler, optimizer)
 
     def _maybe_overflow(self, scaler: Any, optimizer: Any) -> None:

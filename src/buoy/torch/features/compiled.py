@@ -62,7 +62,8 @@ def scale(scaler: Any, output: torch.Tensor) -> torch.Tensor:
         loss = output.detach().reshape(())
         if "loss" in scale.wants and not (scale.foreseen or scaler._agreement.active):
             half = output.dtype is torch.float16
-            scale.runner.foresee(loss, output.device, half=half)
+            held = scale.clipped
+            scale.runner.foresee(loss, output.device, half=half, held=held)
             scale.tensor.copy_(scale.runner.scale)
             scale.foreseen = True
         iteration.compiled_losses = (loss,)

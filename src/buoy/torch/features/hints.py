@@ -5,7 +5,6 @@ skip.  A correct loop gets no warning.
 """
 
 import weakref
-from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +42,8 @@ class Hints(Extension):
         # Optimizers of models with `model`'s shapes; None once `model` has stepped.
         self._lookalikes: set[int] | None = set()
         self._bad: dict[int, list[_Gradient]] = {}  # of each optimizer's last skip
-        self._clipping: dict[int, ClippedWhileScaled] = defaultdict(ClippedWhileScaled)
+        self._clipping, self.clipped = ClippedWhileScaled(), False
+        self._scale: Any = None  # the scaler's, once it has gradients
 
     def warn(self, topic: str, message: str) -> None:
         """Warn, once for each topic."""
@@ -55,6 +55,7 @@ class Hints(Extension):
         self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
     ) -> None:
         """Check the graph of the first losses: steps in backward, BF16, no graph."""
+        self._clipping.loss_scaled(scaled)
         if self._losses_left <= 0:
             return
         if not loss.requires_grad:
@@ -76,12 +77,36 @@ class Hints(Extension):
         key = id(work.optimizer)
         if self._bad:
             work.stale = any(map(_is_kept, self._bad.pop(key, ())))
-        clipping = self._clipping[key]
-        if clipping.left > 0:
-            losses = len(scaler._iteration.losses)
-            scale = clipping.look(work.optimizer, scaler._loss_scale.tensor, losses)
-            if scale is not None:
-                self.warn("clipped", _CLIPPED.format(scale))
+        self._look_for_clipping(scaler, work.optimizer)
+
+    def _look_for_clipping(self, scaler: Any, optimizer: Any) -> None:
+        self._scale = scaler._loss_scale
+        scale = self._clipping.look(optimizer, self._scale.tensor)
+        if scale is not None:
+            self.clipped = True
+            self.warn("clipped", _CLIPPED.format(scale))
+            if scaler.trace is not None:
+                seen = {"step": self._scale.turn, "scale": scale}
+                scaler.trace.describe(clipped_while_scaled=seen)
+        elif self.clipped and self._clipping.over:
+            self.clipped = False
+        self._scale.clipped = self.clipped
+
+    def state_dict(self) -> Any:
+        """Return what the looks for clipping have found, if the scale depends on it."""
+        if self._scale is None or not self._scale.heeds_clipping:
+            return None
+        looks, held = self._clipping.state(), self._scale.is_held()
+        return {"clipped": held, "looks": looks} if held or looks else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore it."""
+        if state is None:
+            state = {"clipped": False, "looks": []}
+        if type(state["clipped"]) is not bool:
+            raise TypeError(f"'clipped' is {state['clipped']!r}")
+        self._clipping.load(state["looks"])
+        self.clipped = state["clipped"]
 
     def before_step(self, scaler: Any, work: Work) -> None:
         """Check an optimizer at its first step."""
