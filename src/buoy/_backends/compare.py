@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from buoy._core.ops import PLAIN, Ops
-from buoy._core.state import map_state
+from buoy._core.state import map_state, parts
 
 __all__ = ["differs"]
 
@@ -51,7 +51,8 @@ def _eager(policy: Any, ops: Ops) -> Callable[[Any, Any, Any], Any]:
 def _jitted(policy: Any, ops: Ops, module: Any) -> Callable[[Any, Any, Any], Any]:
     import jax  # noqa: PLC0415
 
-    module.register(type(policy.init()))
+    for part in parts(policy.init()):
+        module.register(type(part))
     run = _eager(policy, ops)
 
     def step(state: Any, loss: Any, seen: Any) -> Any:

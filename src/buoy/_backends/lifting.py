@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from buoy._core.errors import MissingBackendError
-from buoy._core.state import map_state
+from buoy._core.state import map_state, parts
 
 __all__ = ["lift"]
 
@@ -17,7 +17,7 @@ def lift(policy: Any, state: Any, backend: str, **placement: Any) -> Any:
 
     These are "numpy", "torch", "jax" and "tensorflow".
 
-    `placement` is torch's `device`.  On JAX the state's class becomes a pytree.
+    `placement` is torch's `device`.  On JAX the classes of the state become pytrees.
 
     Example:
         >>> import buoy
@@ -34,7 +34,8 @@ def lift(policy: Any, state: Any, backend: str, **placement: Any) -> Any:
         raise MissingBackendError(message)
     module = import_module(f"buoy._backends.{backend}")
     if backend == "jax":
-        module.register(type(state))
+        for part in parts(state):
+            module.register(type(part))
     return map_state(
         lambda value: module.lift(value, policy.precision, **placement), state
     )

@@ -5,7 +5,7 @@ A front end reads the policy's state from its variables, looks at the gradients,
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from buoy._core import bounds
@@ -13,7 +13,7 @@ from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.start import exponent_of
-from buoy._core.state import Seen
+from buoy._core.state import Seen, map_state, stores_scale
 from buoy._core.step import as_wanted, decide
 
 __all__ = [
@@ -119,11 +119,7 @@ def foreseen(
     if "loss" not in policy.wants:
         return state
     after = bounds.foreseen(policy, state, loss, ops=ops)
-    names = [f.name for f in fields(state) if getattr(state, f.name) is not None]
-    return replace(
-        after,
-        **{n: ops.where(known, getattr(state, n), getattr(after, n)) for n in names},
-    )
+    return map_state(lambda old, new: ops.where(known, old, new), state, after)
 
 
 def capped(policy: Policy, state: Any, ops: Ops) -> Any:
@@ -139,8 +135,7 @@ def capped(policy: Policy, state: Any, ops: Ops) -> Any:
         >>> capped(policy, policy.init(scale=2.0**20), PLAIN).scale
         32768.0
     """
-    stored = any(field.name == "scale" for field in fields(state))
-    if "amax_log2" not in policy.wants or not stored:
+    if "amax_log2" not in policy.wants or not stores_scale(state):
         return state
     scale = ops.where(state.scale < LARGEST_HALF, state.scale, LARGEST_HALF)
     return replace(state, scale=scale)

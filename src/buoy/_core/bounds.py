@@ -6,14 +6,14 @@ the policy.  On arrays nothing can be raised: the step leaves the state unchange
 """
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, Ops, Scalar, single
 from buoy._core.policies.policy import Policy
-from buoy._core.state import Seen
+from buoy._core.state import Seen, map_state, stores_scale
 
 __all__ = ["MIN_SCALE", "Bounds", "bounds_of", "foreseen", "initial", "kept", "moved"]
 
@@ -116,19 +116,18 @@ def kept(
         if type(after.scale) is float and bounds.low <= after.scale <= bounds.high:
             return after
         return _kept_plain(after, before, bounds, method)
-    usable, stored = after.scale > 0.0, _stores_scale(after)
+    usable, stored = after.scale > 0.0, stores_scale(after)
     if not stored:
         usable = (after.scale >= bounds.low) & (after.scale <= bounds.high)
-    held = {
-        field.name: ops.where(usable, new, old)
-        for field in fields(after)
-        if (new := getattr(after, field.name)) is not None
-        and (old := getattr(before, field.name)) is not None
-    }
-    if stored:
-        scale = ops.where(held["scale"] > bounds.low, held["scale"], bounds.low)
-        held["scale"] = ops.where(scale < bounds.high, scale, bounds.high)
-    return replace(after, **held)
+
+    def held(new: Scalar, old: Scalar) -> Scalar:
+        return new if old is None else ops.where(usable, new, old)
+
+    state = map_state(held, after, before)
+    if not stored:
+        return state
+    scale = ops.where(state.scale > bounds.low, state.scale, bounds.low)
+    return replace(state, scale=ops.where(scale < bounds.high, scale, bounds.high))
 
 
 def _kept_plain(after: Any, before: Any, bounds: Bounds, method: str) -> Any:
@@ -138,12 +137,7 @@ def _kept_plain(after: Any, before: Any, bounds: Bounds, method: str) -> Any:
     scale = min(max(bounds.low, state.scale), bounds.high)  # NaN: the lower bound
     if scale == state.scale:
         return state
-    return replace(state, scale=scale) if _stores_scale(state) else before
-
-
-def _stores_scale(state: Any) -> bool:
-    """Return whether the scale is a field, not computed from others."""
-    return any(field.name == "scale" for field in fields(state))
+    return replace(state, scale=scale) if stores_scale(state) else before
 
 
 def _usable(scale: Any) -> bool:

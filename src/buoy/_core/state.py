@@ -1,30 +1,103 @@
 """The data between a step and its policy: `Seen` and `Step`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
 
 from buoy._core.ops import Scalar
 from buoy._core.verdicts import Verdict
 
-__all__ = ["Seen", "Step", "Verdict", "map_state"]
+__all__ = [
+    "Seen",
+    "Step",
+    "Verdict",
+    "map_state",
+    "numbers",
+    "parts",
+    "stores_scale",
+    "with_numbers",
+]
 
 _S = TypeVar("_S")
 
 
-def map_state(function: Callable[[Scalar], Scalar], state: _S) -> _S:
+def map_state(function: Callable[..., Scalar], state: _S, *others: _S) -> _S:
     """Apply a function to every number of a state, e.g. to lift it onto a device.
+
+    With `others`, states of the same kind, it gets the numbers of one place in all of
+    them.  Fields that are None in the first stay None.
 
     Example:
         >>> map_state(lambda x: x * 2, Seen(finite=1, amax_log2=3.0))
         Seen(finite=2, amax_log2=6.0, underflow=None, norm_log2=None, loss_finite=None)
     """
+
+    def mapped(value: Any, *beside: Any) -> Any:
+        if value is None:
+            return None
+        if is_dataclass(value):
+            return map_state(function, value, *beside)
+        return function(value, *beside)
+
+    states = (state, *others)
     values = {
-        field.name: None if value is None else function(value)
+        field.name: mapped(*(getattr(one, field.name) for one in states))
         for field in fields(state)  # type: ignore[arg-type]
-        for value in [getattr(state, field.name)]
     }
     return type(state)(**values)
+
+
+def parts(state: Any) -> Iterator[Any]:
+    """Yield a state and the states inside it, which a policy around another has.
+
+    Example:
+        >>> [type(part).__name__ for part in parts(Seen(finite=True))]
+        ['Seen']
+    """
+    yield state
+    for field in fields(state):
+        value = getattr(state, field.name)
+        if is_dataclass(value):
+            yield from parts(value)
+
+
+def numbers(state: Any) -> dict[str, Scalar]:
+    """Return the numbers of a state by name, e.g. "scale", or "inner.scale".
+
+    Example:
+        >>> numbers(Seen(finite=True, amax_log2=3.0))
+        {'finite': True, 'amax_log2': 3.0}
+    """
+    found: dict[str, Scalar] = {}
+    for field in fields(state):
+        value = getattr(state, field.name)
+        if is_dataclass(value):
+            inside = numbers(value)
+            found |= {f"{field.name}.{name}": each for name, each in inside.items()}
+        elif value is not None:
+            found[field.name] = value
+    return found
+
+
+def with_numbers(state: _S, found: Mapping[str, Scalar]) -> _S:
+    """Return a state with these in place of its numbers, by the names of `numbers`.
+
+    Example:
+        >>> with_numbers(Seen(finite=0, amax_log2=0), {"finite": 1, "amax_log2": 2})
+        Seen(finite=1, amax_log2=2, underflow=None, norm_log2=None, loss_finite=None)
+    """
+    in_order = iter([found[name] for name in numbers(state)])
+    return map_state(lambda _: next(in_order), state)
+
+
+def stores_scale(state: Any) -> bool:
+    """Return whether the scale is a field, not computed from others.
+
+    Example:
+        >>> stores_scale(Seen(finite=True))
+        False
+    """
+    return any(field.name == "scale" for field in fields(state))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ alone is plain Python and leaves no symbol.
 
 import operator
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from buoy._core.errors import PolicyError
 from buoy._core.ops import PLAIN, Precision, Scalar
 from buoy._core.policies.policy import Policy
-from buoy._core.state import Seen
+from buoy._core.state import Seen, numbers, with_numbers
 
 __all__ = ["Symbol", "operations", "record", "state_fields"]
 
@@ -114,9 +113,7 @@ def state_fields(policy: Policy) -> tuple[str, ...]:
         >>> state_fields(Backoff(hysteresis=2))
         ('scale', 'clean_steps', 'budget')
     """
-    state = policy.init()
-    names = (field.name for field in fields(state))
-    return tuple(name for name in names if getattr(state, name) is not None)
+    return tuple(numbers(policy.init()))
 
 
 def record(policy: Policy) -> Tape:
@@ -132,10 +129,7 @@ def record(policy: Policy) -> Tape:
     """
     tape: Tape = []
     inputs = {name: Symbol(tape, "input", name) for name in state_fields(policy)}
-    first = policy.init()
-    state = type(first)(
-        **{field.name: inputs.get(field.name) for field in fields(first)}
-    )
+    state = with_numbers(policy.init(), inputs)
     if "loss" in policy.wants:
         state = policy.foresee(state, Symbol(tape, "input", "loss"), ops=_SYMBOLS)
     measured = {

@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
+from buoy._core.state import parts
 from buoy.jax.errors import StructureError
 from buoy.jax.masters import MasterState
 from buoy.jax.state import LossScaledState
@@ -22,7 +23,8 @@ def register_with_flax(state: LossScaledState) -> LossScaledState:
     serialization: Any = sys.modules.get("flax.serialization")
     if serialization is None:
         return state
-    for kind in {LossScaledState, MasterState, type(state.scaling)} - _KNOWN:
+    of_policy = map(type, parts(state.scaling))
+    for kind in {LossScaledState, MasterState, *of_policy} - _KNOWN:
         serialization.register_serialization_state(
             kind, _to_dict, _from_dict, override=True
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from buoy._core.policies.policy import Policy
 from buoy._core.ring import COLUMNS, UNKNOWN
+from buoy._core.state import numbers
 from buoy.jax.errors import StructureError, UnhashablePolicyError
 
 __all__ = [
@@ -113,11 +114,10 @@ def check_state(state: LossScaledState) -> None:
         _check_array(name, getattr(state, name), kind, shape)
     if jnp.shape(state.rows)[0] != jnp.shape(state.bad)[0]:
         raise _damaged("rows", state.rows, f"{len(state.bad)} rows, as many as `bad`")
-    for item in fields(state.scaling):
-        value = getattr(state.scaling, item.name)
-        if value is not None or item.name == "scale":
-            kind = jnp.floating if item.name == "scale" else None
-            _check_array(f"scaling.{item.name}", value, kind, ())
+    held = {"scale": None, **numbers(state.scaling)}
+    for name, value in held.items():
+        kind = jnp.floating if name == "scale" else None
+        _check_array(f"scaling.{name}", value, kind, ())
 
 
 def _check_array(name: str, value: Any, kind: Any, shape: tuple[Any, ...]) -> None:

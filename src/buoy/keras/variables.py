@@ -6,13 +6,13 @@ that state, the number of steps, the loss of this step, and the log of the last 
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import keras
 from keras import ops as kops
 
 from buoy._core.ring import COLUMNS, LENGTH, rows_of
+from buoy._core.state import numbers, with_numbers
 from buoy._core.step import Row
 from buoy.keras.backend import backend
 
@@ -29,20 +29,17 @@ class Variables:
     ) -> None:
         self.width = len(names)
         self._names = names
-        self._kind = type(start)
+        self._start = start
         self._state: dict[str, Any] = {}
-        for field in fields(start):
-            value = getattr(start, field.name)
-            if value is None:  # this policy does not use it
+        for name, value in numbers(start).items():
+            if name in _OF_KERAS:
+                self._state[name] = getattr(optimizer, _OF_KERAS[name])
                 continue
-            if field.name in _OF_KERAS:
-                self._state[field.name] = getattr(optimizer, _OF_KERAS[field.name])
-                continue
-            self._state[field.name] = optimizer.add_variable(
+            self._state[name] = optimizer.add_variable(
                 (),
                 initializer=keras.initializers.Constant(value),
                 dtype=_dtype(value, precision),
-                name=f"policy_{field.name}",
+                name=f"policy_{name.replace('.', '_')}",
             )
         self.turn = optimizer.add_variable((), dtype="int32", name="turn")
         self.loss = optimizer.add_variable((), dtype="float32", name="loss")
@@ -53,12 +50,14 @@ class Variables:
 
     def read(self) -> Any:
         """Return the policy's state."""
-        return self._kind(**{name: _value(v) for name, v in self._state.items()})
+        values = {name: _value(variable) for name, variable in self._state.items()}
+        return with_numbers(self._start, values)
 
     def write(self, state: Any) -> None:
         """Store the policy's state."""
+        values = numbers(state)
         for name, variable in self._state.items():
-            variable.assign(getattr(state, name))
+            variable.assign(values[name])
 
     def keep_loss(self, loss: Any) -> None:
         """Store the loss of this step."""

@@ -1,7 +1,6 @@
 """Loss scaling as a `tf.Module`: its state is `tf.Variable`s, saved by checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +19,7 @@ from buoy._core.loss_flag import LossFlag
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
 from buoy._core.ring import COLUMNS, LENGTH, rows_of
+from buoy._core.state import numbers, with_numbers
 from buoy._core.step import MEASUREMENTS, Row
 
 __all__ = ["LossScaler"]
@@ -51,12 +51,10 @@ class LossScaler(tf.Module):
         super().__init__(name=name)
         self.policy = policy_of(policy)
         check_precision(self.policy.precision)
-        start = initial(self.policy)
-        self._kind = type(start)
+        self._start = initial(self.policy)
         self._state = {
-            field.name: tf.Variable(value, dtype=_dtype(value), trainable=False)
-            for field in fields(start)
-            if (value := getattr(start, field.name)) is not None
+            name: tf.Variable(value, dtype=_dtype(value), trainable=False)
+            for name, value in numbers(self._start).items()
         }
         self._turn = tf.Variable(0, dtype=tf.int32, trainable=False)
         self._loss = tf.Variable(0.0, trainable=False)
@@ -67,12 +65,13 @@ class LossScaler(tf.Module):
 
     def _read(self) -> Any:
         values = {name: tf.identity(v) for name, v in self._state.items()}
-        state = self._kind(**values)
+        state = with_numbers(self._start, values)
         return capped(self.policy, state, _OPS) if self._half_loss else state
 
     def _write(self, state: Any) -> None:
+        values = numbers(state)
         for name, variable in self._state.items():
-            variable.assign(getattr(state, name))
+            variable.assign(values[name])
 
     @property
     def current_scale(self) -> tf.Tensor:

@@ -7,12 +7,13 @@ other's state.
 
 import math
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from buoy._core.codec import decode
 from buoy._core.errors import BuoyError, BuoyWarning
 from buoy._core.ops import single
+from buoy._core.state import numbers
 from buoy._core.warn import warn
 from buoy.torch.errors import StateError
 from buoy.torch.hooks import Hooks
@@ -112,15 +113,15 @@ def _of_policy(own: dict[str, Any], scale: Scale) -> tuple[Any, Any, int]:
     state = decode(own["state"])
     if runner is None or kind != type(runner.policy).__name__:
         return kind, None, 0
-    usual, found = asdict(runner.policy.init()), asdict(state)
-    if {k for k in usual if usual[k] is None} != {k for k in found if found[k] is None}:
+    usual, found = numbers(runner.policy.init()), numbers(state)
+    if usual.keys() != found.keys():
         return kind, None, 0  # the same policy with other options
     lowest = {"scale": SMALLEST, "clean_steps": 0}
     for name, start in usual.items():
         value: Any = found.get(name)
         most = FLOAT32_MAX if type(start) is float else _MOST
         number = isinstance(value, int | float)
-        fits = number and lowest.get(name, -most) <= value <= most
+        fits = number and lowest.get(name.rpartition(".")[2], -most) <= value <= most
         if isinstance(start, int | float) and not fits:
             raise _damaged(name, value)
     return kind, state, turn
