@@ -25,6 +25,7 @@ TINY = {
     "jax_step": "--processes 1 --rounds 2 --compile-rounds 1 --width 8 --layers 2 "
     "--batch 2".split(),
     "local_scales": ["--low", "0", "--high", "0"],
+    "loss_ahead": ["1"],
     "long_trace": ["--steps", "500"],
     "policy_operations": [],
     "recording": ["--rounds", "1", "--parameters", "10000"],

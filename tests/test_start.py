@@ -38,10 +38,10 @@ def test_a_given_scale_is_a_start(name, scale):
 
 
 def test_the_comparison_covers_nearly_every_policy():
-    """Only the policy that has no `init_scale` escapes."""
+    """Only the two policies that have no field `init_scale` escape."""
     missed = [name for name in NAMES if expected(buoy.policy(name), 1.0) is None]
 
-    assert ["none"] == missed
+    assert ["loss_ahead", "none"] == missed
 
 
 @pytest.mark.parametrize("name", ["backoff", "headroom", "lognormal"])

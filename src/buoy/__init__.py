@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from buoy._core.policies.headroom import Headroom
     from buoy._core.policies.importers import Imported, import_state
     from buoy._core.policies.lognormal import LogNormal
+    from buoy._core.policies.loss_ahead import LossAhead
     from buoy._core.policies.policy import Policy
     from buoy._core.policies.registry import policies, policy
     from buoy._core.policies.static import NoScaling, Static
@@ -48,6 +49,7 @@ __all__ = [
     "Histogram",
     "Imported",
     "LogNormal",
+    "LossAhead",
     "MissingBackendError",
     "NoScaling",
     "Ops",
@@ -91,6 +93,7 @@ _HOMES = {
     "_core.policies.headroom": "Headroom",
     "_core.policies.importers": "Imported import_state",
     "_core.policies.lognormal": "LogNormal",
+    "_core.policies.loss_ahead": "LossAhead",
     "_core.ops": "Ops ops_of",
     "_core.policies.policy": "Policy",
     "_core.policies.registry": "policies policy",

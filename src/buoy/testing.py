@@ -179,8 +179,8 @@ def _walk(policy: Any, history: list[Event]) -> None:
         _check_scale(policy, after, f"update with {seen}")
         if after != policy.update(looked, seen):
             raise _fail("pure", "`update` gave two results for one input")
-        if not seen.finite and after.scale > looked.scale:
-            detail = f"an overflow raised the scale {looked.scale!r} to {after.scale!r}"
+        if not seen.finite and after.scale > state.scale:
+            detail = f"an overflow raised the scale {state.scale!r} to {after.scale!r}"
             raise _fail("overflow", detail)
         if decode(json.loads(json.dumps(encode(after)))) != after:
             raise _fail("encode/decode", f"{after!r} is not read back as it was")

@@ -11,7 +11,7 @@ import buoy
 from buoy.torch import BuoyWarning, GradScaler
 
 SCALES = (2.0**-4, 1.0, 2.0**8, 2.0**16, 2.0**24)
-RAISING = ("headroom", "lognormal")  # policies that follow the gradients' size
+RAISING = ("headroom", "lognormal", "loss_ahead")  # they follow the gradients' size
 
 
 def at(name, scale):

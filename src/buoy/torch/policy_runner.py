@@ -67,7 +67,7 @@ class PolicyRunner:
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.bounds = policy, bounds_of(policy)
-        self.vetoes = getattr(type(policy), "applies", None) is not finite_only
+        self.vetoes = getattr(policy.applies, "__func__", None) is not finite_only
         # A scale that follows the gradients' size must not follow clipped ones.
         self.follows_size = "amax_log2" in policy.wants and not self.bounds.peer
         self.state: Any = initial(policy)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from buoy._core.ops import Ops, Precision, Scalar
 from buoy._core.state import Seen
 
-__all__ = ["Policy", "State", "finite_only"]
+__all__ = ["Policy", "State", "finite_only", "unwrapped"]
 
 
 class State(Protocol):
@@ -61,6 +61,13 @@ class Policy(Protocol):
 
     def applies(self, seen: Seen) -> Scalar:
         """Return whether to apply the step; usually `seen.finite`."""
+
+
+def unwrapped(policy: Any) -> Any:
+    """Return the policy inside a wrapper such as `LossAhead`, or the policy itself."""
+    while hasattr(policy, "policy"):
+        policy = policy.policy
+    return policy
 
 
 def finite_only(policy: Any, seen: Seen) -> Scalar:

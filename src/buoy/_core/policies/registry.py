@@ -14,6 +14,7 @@ from buoy._core.errors import PolicyError, UnknownPolicyError
 from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.lognormal import LogNormal
+from buoy._core.policies.loss_ahead import LossAhead
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets import PRESETS, PeerBackoff, Quirks
 from buoy._core.policies.presets.table import check
@@ -41,6 +42,7 @@ CLASSES: dict[str, type[Any]] = {
     "static": Static,
     "none": NoScaling,
     "lognormal": LogNormal,
+    "loss_ahead": LossAhead,
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from buoy._backends import torch as backend
 from buoy._backends.torch.snapshot import RandomSnapshot
 from buoy._core.errors import CallOrderError, OptionError
+from buoy._core.policies.policy import unwrapped
 from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS
 from buoy.torch.features.groups import family
@@ -76,7 +77,7 @@ def run(
     finally:
         applied = {one for step, one in taken.items() if step.applied}
         for one, scale in after_one_skip.items():
-            if one not in applied or isinstance(one._loss_scale.policy, Static):
+            if one not in applied or _stays(one._loss_scale):
                 one._loss_scale.override(scale)
 
 
@@ -150,9 +151,14 @@ def _may_run_again(scaler: Any, taken: _Steps) -> bool:
     return True
 
 
+def _stays(scale: Any) -> bool:
+    """Return whether the policy would keep the scale of the last attempt for good."""
+    return isinstance(unwrapped(scale.policy), Static)
+
+
 def _lowest(scale: Any) -> float:
     """Return the lowest scale that may be tried."""
-    if isinstance(scale.policy, NoScaling):
+    if isinstance(unwrapped(scale.policy), NoScaling):
         return math.inf
     return float(scale.low if scale.runner is None else scale.runner.limits()[0])
 
