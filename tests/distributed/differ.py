@@ -39,7 +39,7 @@ def _stray(kind: str, parallel: str, sync: Any) -> Any:
     model, alone = layer(), dist.get_rank() == 0
     whole = DistributedDataParallel(model) if parallel == "ddp" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    policy = "headroom" if kind == "foresees" and alone else None
+    policy = "loss_ahead" if kind == "foresees" and alone else None
     guard = "skip" if kind.startswith("guards") and alone else None
     scaler = GradScaler("cpu", 64.0, policy=policy, spike_guard=guard, sync=sync)
     before = []

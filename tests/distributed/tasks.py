@@ -394,7 +394,7 @@ def jump(silent: int | None) -> Any:
     """Let one rank's loss jump; say the scale that its step was computed with."""
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = GradScaler("cpu", policy="headroom")
+    scaler = GradScaler("cpu", policy="loss_ahead")
     used = []
     for step in range(12):
         optimizer.zero_grad()

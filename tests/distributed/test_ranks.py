@@ -234,8 +234,10 @@ def test_looking_does_not_wait_for_the_others(fused, crew_of):
         (1.0, None, 1),
         (None, Told(), 1),
         (1.0, Told(), 1),
-        (None, "headroom", 2),
-        (1.0, "headroom", 2),
+        (None, "backoff", 1),
+        (1.0, "backoff", 1),
+        (None, "loss_ahead", 2),
+        (1.0, "loss_ahead", 2),
     ],
 )
 @pytest.mark.parametrize("by_hand", [False, True])

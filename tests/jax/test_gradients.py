@@ -77,9 +77,9 @@ def test_gradients_of_fp16_parameters_come_as_float32():
 
 
 def test_a_loss_that_jumps_is_foreseen():
-    """Headroom lowers the scale of the very backward pass that would overflow."""
+    """The wrapper lowers the scale of the very backward pass that would overflow."""
     outcome = {}
-    for policy in ("headroom", "backoff"):
+    for policy in ("loss_ahead", "backoff"):
         tx = loss_scaled(optax.sgd(1e-3), policy, max_norm=1.0)
         step = stepper(tx, squares)
         params, state = params_of(), tx.init(params_of())
@@ -88,11 +88,11 @@ def test_a_loss_that_jumps_is_foreseen():
         before = float(scale_of(state))
         params, state, _ = step(params, state, batch_of(40, 300.0))
         outcome[policy] = last_step(state)
-        assert applied_of(state) == (policy == "headroom")
-        if policy == "headroom":
+        assert applied_of(state) == (policy == "loss_ahead")
+        if policy == "loss_ahead":
             assert outcome[policy].scale < before / 16
 
-    assert outcome["headroom"].norm > 100
+    assert outcome["loss_ahead"].norm > 100
 
 
 def squares(params, x):
@@ -103,7 +103,7 @@ def squares(params, x):
 
 def test_gradients_carry_the_planned_scale_even_if_a_lower_one_was_foreseen():
     """Whoever adds up or inspects them divides by `scale_of`, and is right."""
-    tx = loss_scaled(optax.sgd(1e-3), "headroom")
+    tx = loss_scaled(optax.sgd(1e-3), "loss_ahead")
     step = stepper(tx, squares)
     params, state = params_of(), tx.init(params_of())
     for i in range(20):
@@ -119,7 +119,7 @@ def test_gradients_carry_the_planned_scale_even_if_a_lower_one_was_foreseen():
 @pytest.mark.slow
 def test_without_the_loss_nothing_is_foreseen_and_nothing_is_wrong():
     """`update` without `value=` costs foresight alone."""
-    tx = loss_scaled(optax.sgd(1e-3), "headroom")
+    tx = loss_scaled(optax.sgd(1e-3), "loss_ahead")
     params = params_of()
     state = tx.init(params)
     for i in range(6):

@@ -21,7 +21,7 @@ from buoy.jax import (
 from tests.jax.nets import batch_of, loss_fn, params_of, stepper
 
 X, Y = batch_of(0), batch_of(1)[:, :1]
-TX = loss_scaled(optax.adam(3e-2), "headroom", max_norm=1.0)
+TX = loss_scaled(optax.adam(3e-2), "loss_ahead", max_norm=1.0)
 
 
 def squares(out):

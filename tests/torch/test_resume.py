@@ -131,14 +131,15 @@ def test_the_first_loss_after_loading_is_foreseen():
     """Also where the loss of an iteration that is given up was."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu", policy="headroom")
+    policy = buoy.LossAhead("backoff")
+    scaler = GradScaler("cpu", policy=policy)
     for _ in range(20):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
     usual, saved = scaler.get_scale(), scaler.state_dict()
-    for loaded in (scaler, GradScaler("cpu", policy="headroom")):
+    for loaded in (scaler, GradScaler("cpu", policy=policy)):
         loaded.scale(weight.sum())
         loaded.load_state_dict(saved)
         loaded.scale(weight.sum() * 2.0**10)

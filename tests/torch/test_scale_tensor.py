@@ -187,7 +187,7 @@ def test_a_policy_s_state_is_saved_with_its_turn(kind):
 
 def test_a_loss_is_foreseen_again_after_loading():
     """What was scaled before belongs to another run."""
-    scaler, _ = started(policy="headroom", events=["ok"] * 20)
+    scaler, _ = started(policy="loss_ahead", events=["ok"] * 20)
     state, before = scaler.state_dict(), scaler.get_scale()
     huge = torch.full((), 2.0**10, requires_grad=True)
     scaler.scale(huge)

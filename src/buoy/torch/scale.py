@@ -206,6 +206,8 @@ class Scale:
         if self.runner is not None:
             now = self.now()
             held = self._held()
+            if self.runner.on_device:
+                self.runner.follow(now.tensor)
             self.runner.foresee(loss, now.device, half=self.fp16_loss, held=held)
             self._write()
 

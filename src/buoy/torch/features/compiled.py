@@ -63,6 +63,8 @@ def scale(scaler: Any, output: torch.Tensor) -> torch.Tensor:
         if "loss" in scale.wants and not (scale.foreseen or scaler._agreement.active):
             half = output.dtype is torch.float16
             held = scale.clipped
+            scale.runner.lift(scale.tensor.device)
+            scale.runner.follow(scale.tensor)
             scale.runner.foresee(loss, output.device, half=half, held=held)
             scale.tensor.copy_(scale.runner.scale)
             scale.foreseen = True
