@@ -93,8 +93,8 @@ def policies() -> dict[str, tuple[buoy.Policy, bool]]:
     return {
         "torch, default": (buoy.policy("torch"), False),
         "torch, growth_interval=100": (quick, False),
-        "headroom": (headroom, True),
-        "headroom in a pipeline (no loss)": (headroom, False),
+        "headroom": (headroom, False),
+        "`LossAhead` of headroom": (buoy.LossAhead(headroom), True),
     }
 
 

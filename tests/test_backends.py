@@ -51,6 +51,7 @@ def seen_of(policy, event):
         finite=event[0],
         amax_log2=event[1] if "amax_log2" in policy.wants else None,
         underflow=event[2] if "underflow" in policy.wants else None,
+        loss_finite=event[3] < 2.0**18 if "loss_finite" in policy.wants else None,
     )
 
 

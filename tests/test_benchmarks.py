@@ -46,6 +46,7 @@ NEEDS = {
 # These have no size; other tests run their parts.
 ELSEWHERE = {
     "disagreements": "test_commands.py",
+    "headroom.torch_trainings": "test_headroom_trainings.py",
     "headroom.trainings": "test_headroom_trainings.py",
     "headroom.worlds": "test_headroom_worlds.py",
     "headroom_ablation": "test_headroom.py",

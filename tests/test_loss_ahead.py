@@ -64,7 +64,7 @@ def bump(at, length, *, usual, high):
 
 @pytest.mark.parametrize("name", ["headroom", "backoff", "static"])
 def test_a_batch_whose_loss_and_gradients_jump_is_applied(name):
-    """1000 x: at a scale that is 9 binades lower, and the next is as ever."""
+    """1000 x: at a scale that is 9 binades lower; a classic rule notices nothing."""
     policy = LossAhead(buoy.policy(name, init_scale=2.0**12))
     sizes = bump(40, 80, usual=0.0, high=10.0)
     losses = bump(40, 80, usual=1.0, high=1000.0)
@@ -72,7 +72,8 @@ def test_a_batch_whose_loss_and_gradients_jump_is_applied(name):
 
     assert [] == skipped
     assert used[40] <= used[39] - 9
-    assert abs(used[41] - used[39]) <= 4
+    if name != "headroom":  # it remembers the size that it was shown
+        assert used[41] == used[39]
     if "loss" not in policy.policy.wants:
         assert [40] == lead(policy.policy, sizes, losses)[1]
 

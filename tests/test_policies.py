@@ -44,7 +44,7 @@ BAD = [
     (Backoff, "backoff_factor", 1 - 1e-12),
     (Backoff, "init_scale", 10**400),
     (PeerBackoff, "quirks", None),
-    (buoy.Headroom, "release_steps", "abc"),
+    (buoy.Headroom, "max_log2", "abc"),
     (Static, "init_scale", 1e300),
     (Static, "init_scale", 0.0),
     (Static, "skip", 1),

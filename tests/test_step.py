@@ -43,15 +43,24 @@ def test_small_gradients_are_counted_every_sixteenth_step():
     assert math.log2(SMALL) == SMALL_LOG2 == -20.0
 
 
-def test_with_a_norm_the_largest_gradient_is_measured_every_fifth_step():
-    """And in the first 16; only for a policy that reads the norm, and only with one."""
-    every = {"amax_log2", "norm_log2", "underflow", "loss"}
+def test_where_gradients_are_clipped_a_sparse_policy_gets_every_third_size():
+    """And the first 16."""
+    every = {"amax_log2", "sparse", "underflow", "loss"}
     beside = schedule(frozenset(every), clips=True)["amax_log2"]
     alone = schedule(frozenset({"amax_log2"}), clips=True)
 
-    assert [n for n in range(37) if beside.due(n)] == [*range(16), 20, 25, 30, 35]
+    assert [n for n in range(37) if beside.due(n)] == [
+        *range(16),
+        18,
+        21,
+        24,
+        27,
+        30,
+        33,
+        36,
+    ]
     assert alone == {"amax_log2": MEASUREMENTS["amax_log2"]}
-    assert "norm_log2" not in schedule(frozenset(every), clips=False)
+    assert alone == schedule(frozenset({"amax_log2", "sparse"}), clips=False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,8 +83,14 @@ def test_every_measurement_is_a_field_of_what_a_policy_is_shown():
     assert all(name == made.name for name, made in MEASUREMENTS.items())
 
 
-@pytest.mark.parametrize(("name", "shown"), [("norm_log2", 3.0), ("underflow", 8.0)])
-@pytest.mark.parametrize("front_end", ["variables", "jax"])
+@pytest.mark.parametrize(
+    ("front_end", "name", "shown"),
+    [
+        ("variables", "amax_log2", 16.0),
+        ("variables", "underflow", 8.0),
+        ("jax", "underflow", 8.0),
+    ],
+)
 def test_a_policy_gets_the_logarithm_of_a_value_whose_name_says_so(
     front_end, name, shown, monkeypatch
 ):

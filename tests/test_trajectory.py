@@ -91,11 +91,13 @@ def run_plain(events: History, policy: Any, *, clips: bool = False) -> Ran:
         small = sum(size < SMALL for size in there)
         sizes = {
             "amax_log2": PLAIN.log2(Event(tuple(grads), 0.0).amax),
-            "norm_log2": PLAIN.log2(math.hypot(*grads)),
             "underflow": small / len(there) if there else math.nan,
         }
         seen = buoy.Seen(
             finite=all(map(math.isfinite, grads)),
+            loss_finite=math.isfinite(event.loss)
+            if "loss_finite" in policy.wants
+            else None,
             **{name: sizes[name] for name, one in wanted.items() if one.due(turn)},
         )
         decided = decide(policy, state, seen, inverse=1.0 / state.scale, ops=PLAIN)

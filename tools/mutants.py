@@ -45,7 +45,7 @@ SOURCES = (
 _EVERYDAY = tuple(
     f"tests/torch/test_{name}.py"
     for name in (
-        "methods", "recipients", "scale_tensor", "calls", "gathered", "clip", "drop_in",
+        "methods", "recipients", "scale_tensor", "gathered", "clip", "drop_in",
         "steps", "rows", "stale_looks", "verdicts", "resume", "bad_options", "wrappers",
         "known", "bounds", "copies", "dtypes", "idle", "call_order", "record",
         "no_wait", "policies",

@@ -46,7 +46,6 @@ class Recorded:
     """One recorded training."""
 
     amax: np.ndarray
-    norm: np.ndarray
     loss: np.ndarray
     weights: Shares
     activations: Shares
@@ -58,7 +57,6 @@ def load(name: str) -> Recorded:
     raw = json.loads(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()))
     return Recorded(
         np.array(raw["amax_log2"]) / 64,
-        np.array(raw["norm_log2"]) / 64,
         np.array(raw["loss_log2"]) / 64,
         Shares(raw["weights"], raw["block"]),
         Shares(raw["activations"], raw["block"]),
@@ -99,10 +97,11 @@ def main() -> None:
 
     which = (sys.argv[1:] or ["all"])[0].upper()
     names = getattr(split, which)
-    torch = grid(buoy.policy("torch"), names, "moves")
-    rows = {"torch": torch} | {
-        f"headroom, loss {loss}": grid(buoy.Headroom(), names, loss)
-        for loss in ("moves", "blind", "unseen")
+    torch = grid(buoy.policy("torch"), names, "unseen")
+    rows = {
+        "torch": torch,
+        "headroom": grid(buoy.Headroom(), names, "unseen"),
+        "headroom, clipping": grid(buoy.Headroom(), names, "unseen", clips=True),
     }
     print(f"{len(names)} traces ({which.lower()}), {len(REGIMES)} regimes; each cell:")
     print("skipped per 1000 / % weight gradients lost / % activation gradients lost\n")

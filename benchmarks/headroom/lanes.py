@@ -83,14 +83,13 @@ class Runs:
         self.trace = np.repeat(np.arange(len(names)), len(regimes))
         self.length = np.repeat([len(trace.amax) for trace in traces], len(regimes))
         size = (self.length.max(), len(self.trace))
-        self.shift, self.sizes, self.norms, self.losses = np.zeros((4, *size))
+        self.shift, self.sizes, self.losses = np.zeros((3, *size))
         for lane in range(size[1]):
             which, regime = divmod(lane, len(regimes))
             n = self.length[lane]
             shift = shifts(regimes[regime], names[which], n)
             self.shift[:n, lane] = shift
             self.sizes[:n, lane] = traces[which].amax + shift
-            self.norms[:n, lane] = traces[which].norm + shift
             self.losses[:n, lane] = traces[which].loss
         self.weights = Tables([trace.weights for trace in traces])
         self.activations = Tables([trace.activations for trace in traces])
@@ -118,11 +117,10 @@ class Runs:
                 self.activations.at(self.trace, step, zero),
             )
             found += np.where(live, lost, 0.0)
-            amax, norm = (
-                np.where(finite, size[step] + k, math.inf) if name in due else None
-                for name, size in (("amax_log2", self.sizes), ("norm_log2", self.norms))
-            )
-            seen = buoy.Seen(finite, amax, share, norm)
+            amax = None
+            if "amax_log2" in due:
+                amax = np.where(finite, sizes + k, math.inf)
+            seen = buoy.Seen(finite, amax, share)
             state = policy.update(state, seen, ops=ARRAYS)
         rates = (found / self.length * [[1000], [100], [100]]).T
         return rates.reshape(*self.shape, 3)

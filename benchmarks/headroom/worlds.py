@@ -2,24 +2,43 @@
 
     python -m benchmarks.headroom.worlds
 
-Printed: the % of 500 runs of 2000 steps that do not settle (more than 8 skips, and
-then two within 500 steps), the % of those runs in which one scale fits all steps, and
-the mean number of skips, by the noise in binades.
+Printed, of 500 runs of 2000 steps per row:
+
+- hidden tensors, by their noise in binades: the % of the runs in which one scale fits
+  all steps that do not settle (more than 8 skips, and then two within 500 steps); the
+  mean skips of these runs; and the most skips of the other runs.
+- bad batches, by their number in a row, a tenth of all steps: the % of good steps whose
+  gradients are all zero, mean and worst run; and how far the scale is too low, in
+  binades.
 
 Sizes are log2 of the largest unscaled weight gradient (`visible`, measured) and of the
 largest hidden tensor of the backward pass (`hidden`, not measured), one column per run.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import buoy
+from benchmarks.headroom.bad_batches import NAN_GRADIENTS, Schedule, clusters, every
 from benchmarks.headroom.compare import LIMIT, SMALL, ZERO
 from benchmarks.headroom.lanes import ARRAYS, started
 from buoy._core.step import MEASUREMENTS
+
+__all__ = [
+    "Lived",
+    "World",
+    "alternating",
+    "bad_batches",
+    "fits",
+    "hidden",
+    "hidden_tasks",
+    "live",
+    "settles",
+]
 
 
 @dataclass
@@ -27,10 +46,26 @@ class World:
     """Sizes per step and run, the first scale, and how far gradients spread."""
 
     visible: np.ndarray
-    hidden: np.ndarray
+    hidden: np.ndarray  # inf: not finite at any scale
     start: np.ndarray  # log2
     spread: np.ndarray  # binades
-    loss: np.ndarray | None = None  # log2; not seen if None
+
+
+@dataclass
+class Lived:
+    """What a policy did, per step and run."""
+
+    scales: np.ndarray  # log2
+    skipped: np.ndarray
+    zero: np.ndarray  # applied with gradients that are all zero
+
+    def too_low(self, world: World) -> float:
+        """Return the mean binades from the scale to what fits the weights' gradients.
+
+        Over the finite steps.
+        """
+        gap = LIMIT - world.visible - self.scales
+        return float(np.mean(gap[~self.skipped]))
 
 
 def hidden(
@@ -73,60 +108,33 @@ def hidden_tasks(
     return replace(world, visible=world.visible.min(0) - 3 + 0 * world.visible)
 
 
-def misleading(
-    runs: int = 200, steps: int = 2000, seed: int = 3, *, wobble: float = 0.0
+def bad_batches(
+    schedule: Schedule, runs: int = 200, steps: int = 2000, seed: int = 4
 ) -> World:
-    """Losses that alternate by 3 to 25 binades while the gradients do not."""
+    """Gradients of 2^-40 to 2^4 that stay, and steps that are not finite at all."""
     rng = np.random.default_rng(seed)
-    size = rng.uniform(-30, 0, runs) + wobble * rng.standard_normal((steps, runs))
-    turn = (np.arange(steps)[:, None] // rng.choice([1, 1, 2, 4], runs)) % 2
+    bad = np.array([schedule(rng, steps) for _ in range(runs)]).T != 0
+    noise = rng.choice([0, 0.3, 1.0], runs) * rng.standard_normal((steps, runs))
+    size = rng.uniform(-40, 4, runs) + noise
     start = np.full(runs, 8.0)
-    loss = turn * rng.uniform(3, 25, runs) - 26.0
-    return World(size, size - 3.0, start, _spread(rng, runs), loss)
+    return World(size, np.where(bad, np.inf, size - 3.0), start, _spread(rng, runs))
 
 
 def _spread(rng: np.random.Generator, runs: int) -> np.ndarray:
     return rng.choice([8.0, 20.0, 40.0], runs)
 
 
-def bad_batches(
-    runs: int = 64, steps: int = 4000, seed: int = 4, *, rate: float = 1 / 200
-) -> World:
-    """Gradients that stay, and steps that are not finite at any scale."""
-    rng = np.random.default_rng(seed)
-    size = -10 + 0.3 * rng.standard_normal((steps, runs))
-    hidden = np.where(rng.random((steps, runs)) < rate, np.inf, size - 3.0)
-    return World(size, hidden, np.full(runs, 8.0), np.full(runs, 40.0))
-
-
-def too_low(policy: Any, world: World) -> float:
-    """Return how far the scale is below what fits the weights' gradients, in binades.
-
-    The mean after 1000 steps.
-    """
-    scales: list[np.ndarray] = []
-    skips(policy, world, scales)
-    return float(np.mean((LIMIT - world.visible - np.array(scales))[1000:]))
-
-
-def skips(
-    policy: Any, world: World, scales: list[np.ndarray] | None = None
-) -> np.ndarray:
-    """Return which steps of which runs are skipped; append log2 of their scales."""
-    state = started(policy, len(world.start))
-    state = replace(state, scale=np.exp2(world.start), planned=world.start.copy())
-    scales = [] if scales is None else scales
-    lost = []
+def live(policy: Any, world: World) -> Lived:
+    """Lead a policy through a world."""
+    state = replace(started(policy, len(world.start)), scale=np.exp2(world.start))
+    lived = []
     for step, (visible, above) in enumerate(
         zip(world.visible, world.hidden, strict=True)
     ):
-        if world.loss is not None:
-            state = policy.foresee(state, np.exp2(world.loss[step]), ops=ARRAYS)
         k = np.log2(state.scale)
-        scales.append(k)
         size = visible + k
         finite = np.maximum(size, above + k) <= LIMIT
-        lost.append(~finite)
+        lived.append((k, ~finite, finite & (size < ZERO)))
         size = np.where(size < ZERO, -math.inf, size)
         share = None
         if MEASUREMENTS["underflow"].due(step):
@@ -135,9 +143,8 @@ def skips(
         amax = None
         if MEASUREMENTS["amax_log2"].due(step):
             amax = np.where(finite, size, math.inf)
-        seen = buoy.Seen(finite, amax, share)
-        state = policy.update(state, seen, ops=ARRAYS)
-    return np.array(lost)
+        state = policy.update(state, buoy.Seen(finite, amax, share), ops=ARRAYS)
+    return Lived(*map(np.array, zip(*lived, strict=True)))
 
 
 def settles(skipped: np.ndarray) -> bool:
@@ -151,36 +158,63 @@ def fits(world: World) -> np.ndarray:
     return np.asarray(world.visible.min(0) + most - world.spread >= SMALL)
 
 
+KINDS: dict[str, Callable[[float], World]] = {
+    "a hidden ceiling": lambda x: hidden(500, wobble=x),
+    "tasks that alternate": lambda x: alternating(500, wobble=x),
+    "hidden tensors 2 binades above them": lambda x: alternating(
+        500, wobble=x, beside=2.0
+    ),
+    "hidden tensors 6 binades above them": lambda x: alternating(
+        500, wobble=x, beside=6.0
+    ),
+    "only hidden tensors alternate": lambda x: hidden_tasks(500, wobble=x),
+}
+
+
+def in_a_row(length: int, share: float = 0.1) -> Schedule:
+    """Clusters of this length at random places, so many that they are this share."""
+
+    def schedule(rng: np.random.Generator, steps: int) -> np.ndarray:
+        codes = np.zeros(steps, int)
+        for start in rng.choice(steps, int(steps * share / length), replace=False):
+            codes[start : start + length] = NAN_GRADIENTS
+        return codes
+
+    return schedule
+
+
+BAD: dict[str, Schedule] = {
+    **{f"{length} in a row": in_a_row(length) for length in (1, 2, 3, 5, 10)},
+    "1 to 10 in a row": clusters(NAN_GRADIENTS),
+    "3 in a row, every 150 steps": every(NAN_GRADIENTS),
+    "single, 1 step in 200": in_a_row(1, 0.005),
+}
+
+
 def main() -> None:
-    """Print the table."""
-    kinds = {
-        "a hidden ceiling": lambda x: hidden(500, wobble=x),
-        "tasks that alternate": lambda x: alternating(500, wobble=x),
-        "the same, hidden tensors 2 binades above": lambda x: alternating(
-            500, wobble=x, beside=2.0
-        ),
-        "the same, hidden tensors 6 binades above": lambda x: alternating(
-            500, wobble=x, beside=6.0
-        ),
-        "only hidden tensors alternate": lambda x: hidden_tasks(500, wobble=x),
-        "only the loss alternates": lambda x: misleading(500, wobble=x),
-    }
-    noises = (0.0, 0.25, 0.5, 1.0)
-    print(
-        "| world |",
-        " | ".join(f"noise {x}" for x in noises),
-        "|\n|---" + 4 * "|---" + "|",
-    )
-    for name, make in kinds.items():
-        cells = [_cell(make(x)) for x in noises]
-        print(f"| {name} |", " | ".join(cells), "|", flush=True)
+    """Print both tables."""
+    noises = (0.0, 0.25, 1.0)
+    print("| hidden tensors |", " | ".join(f"noise {x}" for x in noises), "|")
+    print("|---" * (len(noises) + 1) + "|")
+    for name, make in KINDS.items():
+        print(f"| {name} |", " | ".join(_cell(make(x)) for x in noises), "|")
+    print("\n| bad batches | zero | scale too low |\n|---|---|---|")
+    for name, schedule in BAD.items():
+        world = bad_batches(schedule, 500)
+        lived = live(buoy.Headroom(), world)
+        zero = 100 * lived.zero.sum(0) / np.isfinite(world.hidden).sum(0)
+        print(
+            f"| {name} | {zero.mean():.2f} %, {zero.max():.2f} % |"
+            f" {lived.too_low(world):.1f} |"
+        )
 
 
 def _cell(world: World) -> str:
-    lost = skips(buoy.Headroom(), world)
-    bad = np.array([not settles(run) for run in lost.T])
-    whole, fitting = 100 * bad.mean(), 100 * bad[fits(world)].mean()
-    return f"{whole:.1f} / {fitting:.1f} %, {lost.sum(0).mean():.1f}"
+    skipped = live(buoy.Headroom(), world).skipped
+    unsettled = np.array([not settles(run) for run in skipped.T])
+    fitting, counts = fits(world), skipped.sum(0)
+    share, mean = 100 * unsettled[fitting].mean(), counts[fitting].mean()
+    return f"{share:.1f} %, {mean:.1f}, {counts[~fitting].max(initial=0)}"
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _check_shape(policy: Any) -> None:
             raise _fail("frozen", f"the {what} {type(thing).__name__} must be frozen")
     if policy.init() != policy.init():
         raise _fail("pure", "`init` must give the same state every time")
-    extra = set(policy.wants) - {*MEASUREMENTS, "loss", "loss_finite"}
+    extra = set(policy.wants) - {*MEASUREMENTS, "sparse", "loss", "loss_finite"}
     if extra:
         raise _fail("wants", f"unknown measurements {sorted(extra)}")
     if policy.precision not in ("float32", "float64"):
@@ -204,10 +204,8 @@ def _seen(policy: Any, event: Event) -> Seen:
         for name in MEASUREMENTS
         if name in policy.wants
     }
-    if "norm_log2" in values:
-        values["norm_log2"] = size + 4.0
-        if "amax_log2" in values and loss > 1.0:
-            values["amax_log2"] = math.nan  # not measured in every step that clips
+    if "sparse" in policy.wants and loss > 1.0:
+        values["amax_log2"] = math.nan  # not measured in every step that clips
     return Seen(finite=finite, **values)
 
 

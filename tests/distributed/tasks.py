@@ -426,7 +426,7 @@ def half_losses(silent: int | None) -> Any:
     """Train with tiny FP16 losses; say the scales, and whether every step counted."""
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = GradScaler("cpu", policy="headroom")
+    scaler = GradScaler("cpu", policy="loss_ahead")
     steps = []
     for _ in range(20):
         optimizer.zero_grad()

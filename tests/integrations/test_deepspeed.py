@@ -76,8 +76,8 @@ def test_an_engine_that_accelerate_prepared(ranks):
 def test_what_cannot_be_done_is_refused(ranks):
     """Policies that measure gradients, and an engine without a scaler."""
     refused = ranks[0]["others"]["refused"]
-    assert "Headroom reads amax_log2, loss, norm_log2, underflow" in refused["headroom"]
-    assert "LogNormal reads amax_log2" in refused["lognormal"]
+    assert "Headroom reads amax_log2, loss_finite, underflow" in refused["headroom"]
+    assert "LogNormal reads amax_log2, loss_finite" in refused["lognormal"]
     assert "ZeRO stage 1, 2 or 3" in refused["torch"]
 
 

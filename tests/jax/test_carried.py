@@ -139,7 +139,7 @@ def test_a_run_of_plain_gradients_is_stuck_at_the_ceiling(policy, tmp_path):
     found = []
     with buoy.trace.Recorder(tmp_path / "run.buoy") as recorder:
         feed = Feed(recorder, patience=20, on_stuck=found.append)
-        for _ in range(400):
+        for _ in range(1600):
             params, state = step(params, state)
             feed(state)
         feed.flush()

@@ -76,7 +76,8 @@ class Seeing(TrainState):
 def test_a_train_state_that_sees_the_loss():
     """As the guide shows it: the policy looks ahead, and skips do not count."""
     params = {"w": jnp.ones((8, 1))}
-    state = Seeing.create(apply_fn=None, params=params, tx=TX)
+    tx = loss_scaled(optax.adam(3e-2), buoy.LossAhead("headroom"), max_norm=1.0)
+    state = Seeing.create(apply_fn=None, params=params, tx=tx)
 
     @jax.jit
     def step(state, x):

@@ -26,7 +26,6 @@ def test_torchs_rule_launches_few_more_kernels_than_flax():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="the rule is being rewritten")
 def test_headroom_launches_few_kernels():
     """Its operations on numbers are kernels, too, as far as XLA fuses none."""
     assert launches("buoy headroom").kernels <= HEADROOM_AT_MOST

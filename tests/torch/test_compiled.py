@@ -305,7 +305,7 @@ def test_eager_and_compiled_steps_may_alternate():
         assert steps[0].scale == pytest.approx(steps[1].scale)
         assert steps[0].next_scale == pytest.approx(steps[1].next_scale)
         states = [one.scaler.state_dict()["buoy"]["state"] for one in (mixed, eager)]
-        assert states[0]["free"] == states[1]["free"]
+        assert states[0]["margin"] == states[1]["margin"]
     saved = [one.scaler.state_dict() for one in (mixed, eager)]
     assert [one["buoy"]["turn"] for one in saved] == [len(HEIGHTS)] * 2
     mixed.scaler.load_state_dict(saved[1])

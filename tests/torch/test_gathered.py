@@ -77,7 +77,7 @@ def test_a_policy_gets_the_largest_of_all_dtypes(order, count):
             scaler.step(optimizer)
             work = scaler._per_optimizer_states[id(optimizer)]
             assert work.amax.item() == largest
-            assert set(work.measured) == {"amax_log2"}
+            assert "amax_log2" in work.measured
             scaler.update()
             scales.append(scaler.get_scale())
     assert scales[:6] == scales[6:]

@@ -71,7 +71,7 @@ def test_a_foreseen_scale_multiplies_this_very_loss(visible, monkeypatch):
     """A policy that looks ahead lowers the scale before the loss is scaled."""
     if not visible:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    policy = buoy.policy("headroom")
+    policy = buoy.LossAhead("headroom")
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = GradScaler("cpu", policy=policy)
@@ -187,7 +187,7 @@ def test_a_compiled_step_caps_the_scale_of_an_fp16_loss():
     """At most 2^15, as without compilation."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    scaler = GradScaler("cpu", policy="headroom")
+    scaler = GradScaler("cpu", policy=buoy.LossAhead("headroom"))
     x = torch.randn(32, 4).half()
 
     @torch.compile(fullgraph=True)
@@ -318,14 +318,15 @@ def test_a_policy_that_wants_it_gets_the_share_of_small_gradients(
 
 @pytest.mark.parametrize("clips", [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("jumps", [0, 1])
-def test_headroom_follows_two_optimizers_of_which_only_some_clip(clips, jumps):
-    """At turn 21 the norm of those that clip stands for their largest gradient."""
+@pytest.mark.parametrize("turn", [21, 22])
+def test_headroom_follows_two_optimizers_of_which_only_some_clip(turn, clips, jumps):
+    """Where one clips, the largest gradient of both is known in every third turn."""
     params = [torch.nn.Parameter(torch.zeros(50)) for _ in range(2)]
     optimizers = [torch.optim.SGD([param], lr=0.0) for param in params]
     scaler = GradScaler("cpu", policy="headroom")
     scales = []
-    for turn in range(24):
-        sizes = [2.0**10 if turn == 21 and i == jumps else 1.0 for i in range(2)]
+    for now in range(24):
+        sizes = [2.0**6 if now == turn and i == jumps else 1.0 for i in range(2)]
         losses = [p.sum() * size for p, size in zip(params, sizes, strict=True)]
         scaler.scale(sum(losses)).backward()
         for optimizer, clip in zip(optimizers, clips, strict=True):
@@ -333,11 +334,9 @@ def test_headroom_follows_two_optimizers_of_which_only_some_clip(clips, jumps):
                 scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             optimizer.zero_grad()
-        scales.append(scaler.get_scale())
         scaler.update()
+        scales.append(scaler.get_scale())
 
     assert scaler.last_step.applied
-    assert scales[20] == scales[21]
-    assert scales[21] / scales[22] >= 2.0 ** (10 - 8)  # `free_margin` absorbs the rest
-    known = buoy.decode(scaler.state_dict()["buoy"]["state"]).spread
-    assert known == (round(1024 * math.log2(50) / 2) if any(clips) else -(2.0**21))
+    known = turn % 3 == 0 or not any(clips)
+    assert scales[turn - 1] / scales[turn] == (2.0**6 if known else 1.0)

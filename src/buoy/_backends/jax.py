@@ -183,9 +183,10 @@ def look(grads: Sequence[Any], inverse: jax.Array) -> Found:
 def count_small(
     grad: jax.Array, limit: jax.Array, stride: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Count a gradient's nonzero elements, those below `limit` and all; float32 [].
+    """Count a gradient's nonzero elements, those below `limit` and all; int32 [].
 
-    Of a sample, see `sample_stride`; not by slices, which would move shards.
+    In one pass, and as whole numbers: XLA would split sums of floats on a CPU.  Of a
+    sample, see `sample_stride`; not by slices, which would move shards.
     """
     size = jnp.abs(grad)
     there = size != 0
@@ -196,7 +197,14 @@ def count_small(
             place = place * length + along
         there &= place % (BLOCK * stride) < BLOCK
     below = there & (size.astype(jnp.float32) < limit)
-    return jnp.sum(below, dtype=jnp.float32), jnp.sum(there, dtype=jnp.float32)
+    zero, every = jnp.int32(0), tuple(range(grad.ndim))
+    small, nonzero = jax.lax.reduce(
+        (below.astype(jnp.int32), there.astype(jnp.int32)),
+        (zero, zero),
+        lambda x, y: (x[0] + y[0], x[1] + y[1]),
+        every,
+    )
+    return small, nonzero
 
 
 def _underflow(grads: Sequence[Any], lowered: jax.Array) -> jax.Array:

@@ -11,18 +11,12 @@ from typing import Any
 
 from buoy._core.errors import BuoyError, StateVersionError
 from buoy._core.ops import Scalar
-from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.registry import saved_classes
 
 __all__ = ["VERSION", "decode", "encode", "register"]
 
 VERSION = 1
-# Fields of `HeadroomState` that earlier rules lacked, by what their states have.
-_SPREAD = {"spread"}
-_NEW = _SPREAD | {"doubts", "mark", "since"}
-_CEILING = _NEW | {"ceiling", "patience", "waited", "hold"}
-
 _KINDS: dict[str, type[Any]] = {}
 
 
@@ -115,18 +109,7 @@ def _plain(value: Scalar) -> Any:
 
 
 def _upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a `HeadroomState` of an earlier rule, and a preset's `Backoff`.
-
-    The first lacks fields that the rule did not have yet; the second was saved before
-    presets had their own class.
-    """
-    if saved.get("kind") == "HeadroomState":
-        kept = {name: value for name, value in saved.items() if name != "clean"}
-        first = _encode(Headroom().init())
-        new = first.keys() - kept.keys()
-        known: tuple[set[str], ...] = (_SPREAD, _NEW, _NEW - {"mark"})
-        known = (_CEILING,) if "clean" in saved else known
-        return first | kept if new in known else saved
+    """Upgrade a preset's `Backoff` saved before presets had their own class."""
     moved = {"quirks", "growth_step"}
     if saved.get("kind") != "Backoff" or not moved <= saved.keys():
         return saved

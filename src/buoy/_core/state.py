@@ -29,7 +29,7 @@ def map_state(function: Callable[..., Scalar], state: _S, *others: _S) -> _S:
 
     Example:
         >>> map_state(lambda x: x * 2, Seen(finite=1, amax_log2=3.0))
-        Seen(finite=2, amax_log2=6.0, underflow=None, norm_log2=None, loss_finite=None)
+        Seen(finite=2, amax_log2=6.0, underflow=None, loss_finite=None)
     """
 
     def mapped(value: Any, *beside: Any) -> Any:
@@ -116,7 +116,6 @@ class Seen:
     finite: Scalar  # bool []: no inf or NaN in any gradient
     amax_log2: Scalar = None  # float32 []: log2 of the largest |scaled gradient|
     underflow: Scalar = None  # float32 []: share of nonzero scaled gradients < 2^-20
-    norm_log2: Scalar = None  # float32 []: log2 of their norm, where they are clipped
     loss_finite: Scalar = None  # bool []: no loss was inf or NaN before it was scaled
 
 

@@ -72,16 +72,15 @@ MEASUREMENTS = {
     measurement.name: measurement
     for measurement in (
         Measurement("amax_log2"),
-        Measurement("norm_log2"),  # only where gradients are clipped by it
         # Counting small gradients costs a separate pass over a sample of them.
         Measurement("underflow", every=16, phase=15),
     )
 }
 
 
-# With a norm, a policy needs the largest gradient only to learn how far below the norm
-# it is.  An odd period meets both of two tasks that alternate.
-_BESIDE_NORM = Measurement("amax_log2", every=5, first=16)
+# Beside the norm, the largest gradient is one more pass over memory.  An odd period
+# meets both of two tasks that alternate.
+_SPARSE = Measurement("amax_log2", every=3, first=16)
 
 
 def schedule(wants: frozenset[str], *, clips: bool) -> dict[str, Measurement]:
@@ -90,17 +89,15 @@ def schedule(wants: frozenset[str], *, clips: bool) -> dict[str, Measurement]:
     `clips`: whether gradients are clipped by a norm of order 1 or more.
 
     Example:
-        >>> wants = frozenset({"amax_log2", "norm_log2", "loss"})
+        >>> wants = frozenset({"amax_log2", "sparse", "loss"})
         >>> [(one.name, one.every) for one in schedule(wants, clips=True).values()]
-        [('amax_log2', 5), ('norm_log2', 1)]
+        [('amax_log2', 3)]
         >>> [(one.name, one.every) for one in schedule(wants, clips=False).values()]
         [('amax_log2', 1)]
     """
     found = {name: one for name, one in MEASUREMENTS.items() if name in wants}
-    if not clips:
-        found.pop("norm_log2", None)
-    elif {"amax_log2", "norm_log2"} <= wants:
-        found["amax_log2"] = _BESIDE_NORM
+    if clips and {"amax_log2", "sparse"} <= wants:
+        found["amax_log2"] = _SPARSE
     return found
 
 

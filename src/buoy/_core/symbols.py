@@ -8,6 +8,7 @@ alone is plain Python and leaves no symbol.
 
 import operator
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from buoy._core.errors import PolicyError
@@ -132,9 +133,8 @@ def record(policy: Policy) -> Tape:
     state = with_numbers(policy.init(), inputs)
     if "loss" in policy.wants:
         state = policy.foresee(state, Symbol(tape, "input", "loss"), ops=_SYMBOLS)
-    measured = {
-        name: Symbol(tape, "input", name) for name in policy.wants if name != "loss"
-    }
+    shown = {field.name for field in fields(Seen)} & policy.wants
+    measured = {name: Symbol(tape, "input", name) for name in shown}
     seen = Seen(finite=Symbol(tape, "input", "finite"), **measured)
     policy.update(state, seen, ops=_SYMBOLS)
     return tape

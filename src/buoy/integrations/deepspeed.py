@@ -35,7 +35,8 @@ class LossScaler:
 
     def __init__(self, policy: Policy) -> None:
         if policy.wants:
-            name, read = type(policy).__name__, ", ".join(sorted(policy.wants))
+            name = type(policy).__name__
+            read = ", ".join(sorted(policy.wants - {"sparse"}))
             message = (
                 f"The policy {name} reads {read}, which DeepSpeed does not show to its "
                 "scaler: it only says whether the gradients overflowed. Use 'torch', "

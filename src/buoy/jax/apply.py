@@ -175,8 +175,6 @@ def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -
         due = wanted["amax_log2"].due(steps) if "amax_log2" in wanted else True
         size = size if due is True else jnp.where(due, size, jnp.nan)
         measured["amax_log2"] = size
-    if "norm_log2" in wanted:
-        measured["norm_log2"] = norm * scales.lowered
     loss_finite = None
     if "loss_finite" in options.policy.wants and looked.loss is not None:
         loss_finite = jnp.isfinite(looked.loss)

@@ -156,10 +156,10 @@ def measure(
 
 def _underflow(leaves: Sequence[Any], lowered: jax.Array) -> jax.Array:
     """Return the share of the nonzero gradients that is small.  float32 []."""
-    small = nonzero = jnp.zeros((), jnp.float32)
-    stride = sample_stride(sum(map(jnp.size, leaves)))
+    stride, limit = sample_stride(sum(map(jnp.size, leaves))), SMALL / lowered
+    small = nonzero = jnp.zeros((), jnp.int32)
     for leaf in leaves:
-        below, there = count_small(leaf, SMALL / lowered, stride)
+        below, there = count_small(leaf, limit, stride)
         small = small + total(below)
         nonzero = nonzero + total(there)
     return small / nonzero

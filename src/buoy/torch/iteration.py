@@ -247,18 +247,13 @@ def evidence_of(works: list[Work], home: torch.device) -> Evidence | None:
 
 
 def merged(found: Sequence[Measured], home: torch.device) -> Measured:
-    """Combine several measurements of gradients: the largest of each.
-
-    An optimizer that does not clip has no norm: its largest gradient stands for it.
-    """
+    """Combine several measurements of gradients: the largest of each."""
     whole: Measured = {}
-    if any("norm_log2" in one for one in found):
-        found = [{"norm_log2": one.get("amax_log2", 0.0), **one} for one in found]
     for name in (*MEASUREMENTS, LOSS):
         values = [one[name] for one in found if name in one]
         if values:
             numbers = torch.stack([backend.scalar(value, home) for value in values])
             whole[name] = numbers.max()
-    if "norm_log2" in whole and not all("amax_log2" in one for one in found):
+    if not all("amax_log2" in one for one in found):
         whole.pop("amax_log2", None)  # that of some optimizers alone
     return whole

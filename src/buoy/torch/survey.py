@@ -98,11 +98,11 @@ class Surveyor:
         )
         work.amax = survey.amax
         if gathered.grads and due:
-            sizes: Any = {"amax_log2": survey.amax, "norm_log2": survey.norm}
+            amax: Any = survey.amax
             work.measured = work.measured | {
                 name: MEASURE[name](gathered.buckets, inverse.device)
                 if name in MEASURE
-                else sizes[name].float()
+                else amax.float()
                 for name in due
             }
         for hook in self.hooks.looked:

@@ -35,7 +35,7 @@ def replayable(recording: Recording) -> Trace:
             "of the run."
         )
         raise TraceError(message)
-    losses = _filled(_logs(rows.loss))
+    losses = _losses(rows)
     limits = FORMATS.get(str(recording.meta.get("format")), FORMATS["fp16"])
     return Trace(
         amax_log2=_sizes(rows, recording),
@@ -71,6 +71,16 @@ def _sizes(rows: Rows, recording: Recording) -> "array[float]":
         else:
             limit = recording.max_log2 - _finite_log2(rows.scale[step])
             made[step] = max(size, limit + _JUST_SO)
+    return made
+
+
+def _losses(rows: Rows) -> "array[float] | None":
+    """Return log2 of the losses, inf where the forward pass failed."""
+    made = _filled(_logs(rows.loss))
+    if made is not None:
+        for step in rows.skipped:
+            if rows.verdicts.get(step) == Verdict.FORWARD_NONFINITE:
+                made[step] = math.inf
     return made
 
 

@@ -1,153 +1,98 @@
-"""Set the loss scale from the measured size of the gradients and of the loss.
+"""Set the loss scale from the measured size of the gradients.
 
-Classic rules detect a scale that is too high only by losing a step, and never a
-scale that is too low. This rule measures the largest gradient of the previous
-steps, the share of gradients near the bottom of the format, and the loss of the
-current step before it is scaled. It runs unchanged on floats, NumPy scalars,
-torch tensors and JAX tracers.
-It does not reject outlier batches; the spike guard does.
+Classic rules detect a scale that is too high only by losing a step, and never a scale
+that is too low.  This rule measures the largest gradient of each step, and keeps it a
+margin below the largest number of the format.  What cannot be measured, such as an
+overflow in the gradient of an activation, it learns from the overflows.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from buoy._core.checks import number, ordered, power_of_two
 from buoy._core.ops import Ops, Precision, Scalar, ops_of
-from buoy._core.policies.headroom_ceiling import (
-    FORGET,
-    LEAST,
-    RETREAT,
-    UNIT,
-    UNSET,
-    Ceiling,
-    Found,
-    moved,
-    retreat,
-)
-from buoy._core.policies.headroom_size import size_of
 from buoy._core.policies.policy import finite_only
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
 __all__ = ["Headroom", "HeadroomState"]
 
-SAFETY = 0.75 * UNIT  # margin beyond the largest remembered spike, plus half its
-SPREAD = 2.0 * UNIT  # height, up to this: a later spike may be larger
-BEYOND = 2.0 * UNIT  # assumed distance of an overflow beyond the limit
-FULL = UNIT  # a margin this close to the widest learns nothing from an overflow
-CHEAPEST = 2.0 * UNIT  # margin that is kept even if gradients underflow
-FADE = UNIT / 64  # decrease of the level per step of zero gradients
-BLIND = 32.0  # log2 of the highest scale that zero gradients may lead to
+# The level.  Sizes are in binades: 1 binade is a factor of two.
+FADE = 3 / 64  # by which the peak falls in a step
+WIDE, NARROW = 8.0, 4.0  # the margin while few gradients are small, and otherwise
+FEW = 2.0**-15  # the largest share of small gradients that counts as few
+CLIMB = 12.0  # up while all gradients are zero
+BLIND = 32.0  # log2 of a scale that zero gradients do not raise before any measurement
+UNKNOWN = -1024.0  # the peak before any measurement
 
-CUT = 3.0 * UNIT  # most that one count of small gradients takes off the margin
-
-# Trust in the loss.
-ALARM = 3.0 * UNIT  # a jump of the loss that the gradients must confirm by half
-DOUBTS = 4.0  # false alarms without a true one, after which the loss is ignored
-
-
-@dataclass(frozen=True, slots=True)
-class _Constants:
-    """The configuration in whole units, derived once and not at each step."""
-
-    lowest: float
-    highest: float
-    limit: float
-    widest: float
-    freest: float
-    free_log2: float
-    cost_log2: float
+# The ceiling.
+DEEP = 9.0  # how far below the level an overflow leads
+CRAWL = 2.0  # by which an overflow lowers a ceiling that was reached, or is deep
+FALL = 5.0  # how far a ceiling falls at most that overflows after it rose
+CALM = 4.0  # finite steps after which an overflow is not recent any more
+SHORT, LONG = 1.0, 1024.0  # bounds of the patience, in steps
+LONGER, SHORTER = 32.0, 1 / 4  # its factors: after such an overflow, after any other
+HURRY = 1 / 64  # its factor while all gradients are zero
+REST = 1 / 128  # the part of it by which the wait after such an overflow is longer
 
 
 @dataclass(frozen=True, slots=True)
 class HeadroomState:
-    """The state of `Headroom`. Never validated: the fields may be tracers."""
+    """The state of `Headroom`.  Never validated: the fields may be tracers.
 
-    scale: Scalar  # the multiplier of the next backward pass, 2^whole
-    planned: Scalar  # log2 of the scale before this step's loss was seen
-    envelope: Scalar  # level of log2 of the largest unscaled gradient
-    last: Scalar  # the same of the last step alone
-    loss_envelope: Scalar  # level of log2 |loss|
-    last_loss: Scalar  # log2 |loss| of the step `last` comes from
-    loss: Scalar  # log2 |loss| of this step, UNSET before `foresee`
-    margin: Scalar  # learned: how far single steps exceed the envelope
-    free: Scalar  # margin that costs no underflow
-    overflows: Scalar  # in a row
-    doubts: Scalar  # false alarms of the loss since the last true one
+    Every operation on them is exact in float32, as all but the scale are small
+    multiples of a power of two.
+    """
+
+    scale: Scalar  # the multiplier of the next loss, a power of two
+    peak: Scalar  # log2 of the largest unscaled gradient, fading
+    margin: Scalar  # how far the level keeps it below the largest number
     ceiling: Scalar  # log2 of the highest scale to use
-    patience: Scalar  # finite steps at the ceiling after which it rises
-    waited: Scalar  # finite steps at the ceiling so far
-    hold: Scalar  # patience of a ceiling that a level of the gradients explains
-    mark: Scalar  # log2 of the gradient that explained an overflow last
-    since: Scalar  # finite steps since the last overflow
-    spread: Scalar  # how far the largest gradient is below the norm, UNSET if unknown
+    base: Scalar  # the ceiling that it falls back to
+    patience: Scalar  # finite steps that it waits at its base
+    calm: Scalar  # finite steps since it moved
+    recent: Scalar  # 1 after an overflow, 0 again once the ceiling rises or is calm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """Keep the largest scaled gradient a learned margin below the maximum.
+    """Keep the largest scaled gradient a margin below the largest number.
 
-    All in log2; a = largest unscaled gradient, l = abs(loss), k = scale used.  Where
-    gradients are clipped, a is measured in every 5th step and inferred from the norm
-    in the others: norm - a changes slowly::
+    The rule, with sizes and scales in log2:
 
-        before backward:
-            k = planned - floor(l - L)   if the loss is 1 above its level L
-        finite step:
-            L = max(min(l, last l), L released towards l)
-            a, last a: less what l, last l exceed L by (the loss shows it)
-            E = max(min(a, last a), E released towards a)
-            margin = max(margin - a little, spike + 0.75 + min(spike / 2, 2))
-                with spike = last a - max(a, E)
-            underflow measured: free margin up while nothing is lost, else down;
-                learned margin down to 2 where it costs more than `cost_share`
-            planned = floor(max_log2 - max(E + max(margin, free), a + 0.75)),
-                at most the ceiling
-        overflow:
-            planned = k - 8; counts as a = max_log2 - k + 2: a spike, or with the next
-            step a new level; the ceiling falls and rises as below
-        all gradients zero:
-            planned = k + 8 before the first measurement, else E released;
-            not above 2^32, not above the ceiling
-
-    Two steps in a row move a level, a single step only the margin: a spike does not
-    lower the scale for long, and a lasting jump is followed at once.
-
-    The ceiling is for what the weights' gradients do not show: an overflow in an
-    activation gradient, or tasks that alternate.  It is free at first: above every
-    scale, and after an overflow 8 lower than it (16, 32, 64 in a row) and up by 1 per
-    step.  These overflows make it hold:
-
-    - a second one within 40 steps, or within 512 if the margin is at its widest or the
-      ceiling has held for 2048: 2 below the scale used;
-    - one that a new level of a explains: where this level leads, but at least 1 below
-      the scale used.
-
-    It holds for 4 steps at first, 32 times longer if the same happens again within 512
-    steps or at the ceiling, at most 2048; then it rises by 1, and 4 times faster for
-    each further 1.  A single overflow at a ceiling that holds lowers it by 1 only, as
-    it may be a bad batch; a second one within 16 steps lowers it by 4.
-
-    A loss that jumps by 3 or more while a rises by less than half of it is a false
-    alarm.  After 4 of them the loss is ignored, until an alarm proves true.
+    1. The peak is the largest unscaled gradient so far; it fades by 3/64 per step.
+    2. The level is the scale that keeps the peak 8 below the format's largest number,
+       or 4 once more than 2^-15 of the scaled gradients are below 2^-20.
+    3. Before anything was measured, the level is the present scale; it is 12 above it
+       if all gradients are zero and the scale is below 32.
+    4. The next scale is the level, but never above the ceiling.
+    5. An overflow lowers the ceiling to 9 below the level; if the scale is that low
+       already, by 2; and also by 2 at a ceiling that was reached, unless the last
+       overflow is recent: fewer than 4 finite steps ago (more where 8 adds some), and
+       the ceiling has not risen since.
+    6. A ceiling that holds the scale below the level rises by 1 after `patience` finite
+       steps, again after half as many, and so on; while patience is 1, one that is more
+       than 9 below the level rises half the way there.
+    7. An overflow at a ceiling that rose takes back up to 5 of it and makes patience 32
+       times longer, at most 1024; every other overflow makes it 4 times shorter, at
+       least 1.
+    8. While all gradients are zero, the ceiling waits for 1/64 of its patience only
+       (and 1/128 more after a rise was taken back), and rises by 12.
+    9. A step whose loss was not finite before it was scaled changes nothing.
 
     Example:
         >>> policy = Headroom()
-        >>> state = policy.foresee(policy.init(), 0.7)
-        >>> state.scale
-        256.0
+        >>> state = policy.update(policy.init(), Seen(finite=True, amax_log2=-3.0))
+        >>> state.peak, state.margin, state.scale == 2.0**19
+        (-11.0, 8.0, True)
     """
 
     init_scale: float = 2.0**8
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**64
     max_log2: float = math.log2(65504.0)  # of the format's largest number
-    max_margin: float = 11.0  # bits, learned from spikes and overflows
-    free_margin: float = 8.0  # bits, while nothing underflows
-    free_share: float = 1e-6  # of gradients lost, counted as none
-    cost_share: float = 1e-5  # of gradients lost, too many for a margin
-    release_steps: float = 32.0  # for a level to close a gap by 1/e
-    constants: _Constants = field(init=False, repr=False, compare=False)
+    lowest: float = field(init=False, repr=False, compare=False)  # log2 of the bounds
+    highest: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         number(self, "init_scale", above=0.0)
@@ -155,87 +100,48 @@ class Headroom:
         number(self, "max_scale", above=0.0, most=2.0**100)
         ordered(self, "min_scale", "max_scale")
         number(self, "init_scale", least=self.min_scale, most=self.max_scale)
-        for name in ("init_scale", "min_scale", "max_scale", "release_steps"):
+        for name in ("init_scale", "min_scale", "max_scale"):
             power_of_two(self, name)
         number(self, "max_log2", least=1.0, most=128.0)
-        number(self, "max_margin", least=2.0, most=64.0)
-        number(self, "free_margin", least=0.0, most=64.0)
-        number(self, "free_share", above=0.0, most=1.0)
-        number(self, "cost_share", above=0.0, most=1.0)
-        number(self, "release_steps", least=1.0, most=2.0**20)
-        object.__setattr__(self, "constants", self._derived())
-
-    def _derived(self) -> _Constants:
-        def units(x: float) -> float:
-            return float(math.floor(x * UNIT))
-
-        return _Constants(
-            lowest=math.log2(self.min_scale),
-            highest=math.log2(self.max_scale),
-            limit=units(self.max_log2),
-            widest=units(self.max_margin),
-            freest=units(self.free_margin),
-            # Measured is the share below 2^-20; about a 32nd of it underflows.
-            free_log2=units(math.log2(32 * self.free_share)),
-            cost_log2=units(math.log2(32 * self.cost_share)),
-        )
+        object.__setattr__(self, "lowest", math.log2(self.min_scale))
+        object.__setattr__(self, "highest", math.log2(self.max_scale))
 
     @property
     def wants(self) -> frozenset[str]:
-        """The size of the gradients, how many are small, and the loss."""
-        return frozenset({"amax_log2", "norm_log2", "underflow", "loss"})
+        """The size of the gradients, the share of small ones, and the loss's state."""
+        return frozenset({"amax_log2", "sparse", "underflow", "loss_finite"})
 
     @property
     def precision(self) -> Precision:
-        """float32, because every number is a whole one, below 2^24."""
+        """float32, which holds every number of the state exactly."""
         return "float32"
+
+    applies = finite_only
 
     def init(self, *, scale: Scalar = None) -> HeadroomState:
         """Start at `init_scale` or `scale`, bounded and rounded to a power of two."""
         start = self.init_scale if scale is None else scale
         start = bounded(start, self.min_scale, self.max_scale, "float32")
         ops = ops_of(start)
-        planned = ops.floor(ops.log2(start) + 0.5)  # the nearest; not above the scale:
-        planned = ops.where(ops.exp2(planned) > start, planned - 1.0, planned)
+        k = _exponent(start, ops)
+        k = ops.where(ops.exp2(k) > start, k - 1.0, k)
         return HeadroomState(
-            scale=ops.exp2(planned),
-            planned=planned,
-            envelope=UNSET,
-            last=UNSET,
-            loss_envelope=UNSET,
-            last_loss=UNSET,
-            loss=UNSET,
-            margin=2 * UNIT,
-            free=0.0,
-            overflows=0.0,
-            doubts=0.0,
-            ceiling=self.constants.highest + 1.0,
-            patience=1.0,
-            waited=0.0,
-            hold=LEAST,
-            mark=UNSET,
-            since=FORGET,
-            spread=UNSET,
+            scale=ops.exp2(k),
+            peak=UNKNOWN,
+            margin=WIDE,
+            ceiling=self.highest,
+            base=self.highest,
+            patience=SHORT,
+            calm=0.0,
+            recent=0.0,
         )
-
-    applies = finite_only
 
     def foresee(
         self, state: HeadroomState, loss: Scalar, *, ops: Ops | None = None
     ) -> HeadroomState:
-        """Lower the scale for this step by the excess of its loss over its level."""
-        if ops is None:
-            ops = ops_of(loss, state.scale)
-        where, lowest = ops.where, self.constants.lowest
-        size, usable = _log2(where(loss < 0, -loss, loss), ops)
-        size = where(usable, size, UNSET)
-        size = where(size > state.loss, size, state.loss)  # if called again
-        jump = ops.floor((size - state.loss_envelope) / UNIT)
-        trusted = (state.loss_envelope > UNSET) & (state.doubts < DOUBTS)
-        jump = where(trusted & (jump > 0), jump, 0.0)
-        k = state.planned - jump
-        k = where(k < lowest, lowest, k)
-        return replace(state, scale=ops.exp2(k), loss=size)
+        """Return the state unchanged: this rule does not look ahead."""
+        del loss, ops
+        return state
 
     def update(
         self, state: HeadroomState, seen: Seen, *, ops: Ops | None = None
@@ -244,150 +150,79 @@ class Headroom:
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
         where, finite = ops.where, seen.finite
-        limit, widest = self.constants.limit, self.constants.widest
-        used = ops.floor(ops.log2(state.scale) + 0.5)
-        overflows = where(finite, 0.0, state.overflows + 1.0)
-        size, measured, zero, spread = size_of(seen, used, state.spread, ops)
-        # Only the first overflow in a row counts: others may be NaN of the forward.
-        known = state.envelope > UNSET
-        first = known & (overflows == 1.0)
-        news, last, loss_level, level = self._levels(state, size, ops)
-        # An overflow at a ceiling that holds does not teach the margin.
-        failed, held = state.overflows > 0.0, state.patience > 1.0
-        last, free = where(failed & held, level, last), state.free
-        margin = self._learn(state.margin, news, last, level, ops)
-        if seen.underflow is not None:
-            spare = limit - used * UNIT - level
-            margin, free = self._price(margin, free, spare, seen.underflow, ops)
-            free = where(measured, free, state.free)
-        margin = where(measured, margin, state.margin)
-        margin = where(margin < widest, margin, widest)
-        faint = zero & (state.planned < BLIND)
-        level = where(measured, level, state.envelope - where(faint, FADE, 0.0))
-        top = level + where(margin > free, margin, free)
-        top = where(measured & (news + SAFETY > top), news + SAFETY, top)
-        k = ops.floor((limit - top) / UNIT)
-        blind = where(used < BLIND - RETREAT, used + RETREAT, BLIND)
-        k = where(known | measured, k, where(used < BLIND, blind, used))
-        explained = measured & known & failed
-        explained = explained & (size > state.envelope + UNIT)
-        cause = where(explained, size, UNSET)
-        ceiling = Ceiling(*(getattr(state, name) for name in Ceiling._fields))
-        bounds = self.constants.lowest, self.constants.highest
-        full = state.margin > widest - FULL
-        # The scale of the last overflow: from what a first one counted as, or from the
-        # retreat since.
-        once = ops.floor((limit + BEYOND - state.last) / UNIT)
-        again = state.planned + retreat(state.overflows, ops)
-        failing = where(state.overflows > 1.0, again, once)
-        step = Found(used, k, finite, overflows, cause, full, failing)
-        k, ceiling = moved(ceiling, step, bounds, ops)
-        beyond = where(first, limit - used * UNIT + BEYOND, state.last)
-        doubts = self._doubt(state, size, measured, first, ops)
+        k = _exponent(state.scale, ops)
+        amax = math.nan if seen.amax_log2 is None else seen.amax_log2
+        zero, measured = amax < -256.0, amax < 256.0  # neither: inf, or not measured
+
+        # The level.
+        fades = where(zero, (k < state.ceiling) & (k < BLIND), measured)
+        peak = state.peak - where(fades, FADE, 0.0)
+        size = where(measured, _sixteenths(amax, ops) - k, peak)
+        peak = where(size > peak, size, peak)
+        margin = state.margin
+        if seen.underflow is not None:  # NaN: not counted in this step
+            margin = where(seen.underflow <= FEW, WIDE, margin)
+            margin = where(seen.underflow > FEW, NARROW, margin)
+        level = ops.floor(self.max_log2 - margin - peak)
+        blind = where(zero & (k < BLIND), k + CLIMB, k)
+        level = where(peak > UNKNOWN, level, blind)
+        level = where(level < self.highest, level, self.highest)
+        deep = level - DEEP
+
+        # The ceiling after a finite step.
+        reached = k >= state.ceiling
+        calm = state.calm + 1.0
+        wait = state.patience * ops.exp2(state.base - state.ceiling)
+        wait = where(zero, wait * HURRY, wait)
+        rises = reached & (state.ceiling < level) & (calm >= wait)
+        above = state.ceiling + where(zero, CLIMB, 1.0)
+        far = (deep > above) & (state.patience <= SHORT)
+        above = where(far, ops.floor((deep + above) / 2.0), above)
+        raised = where(rises, above, state.ceiling)
+
+        # The ceiling after an overflow.
+        rose = reached & (state.base < state.ceiling)
+        slow = (reached & (state.recent < 1.0)) | (k <= deep)
+        lowered = where(rose, state.base, where(slow, k - CRAWL, deep))
+        patience = state.patience * where(rose, LONGER, SHORTER)
+        patience = where(patience > SHORT, patience, SHORT)
+        patience = where(patience < LONG, patience, LONG)
+
+        quiet = rises | (calm >= CALM)
+        ceiling = where(finite, raised, lowered)
+        base = where(finite, state.base, lowered)
+        proven = where(finite & rises, state.ceiling - FALL, base)
+        target = where(level < ceiling, level, ceiling)
+        target = where(target > self.lowest, target, self.lowest)
+        after = HeadroomState(
+            scale=ops.exp2(target),
+            peak=peak,
+            margin=margin,
+            ceiling=ceiling,
+            base=where(base > proven, base, proven),
+            patience=where(finite, state.patience, patience),
+            calm=where(
+                finite,
+                where(rises, 0.0, calm),
+                where(rose, -REST * patience, 0.0),
+            ),
+            recent=where(finite, where(quiet, 0.0, state.recent), 1.0),
+        )
+        if seen.loss_finite is None:
+            return after
         return HeadroomState(
-            ops.exp2(k),
-            k,
-            level,
-            where(measured, size, beyond),
-            where(measured, loss_level, state.loss_envelope),
-            where(measured | first, state.loss, state.last_loss),
-            state.loss * 0.0 + UNSET,
-            margin,
-            free,
-            overflows,
-            doubts,
-            *ceiling,
-            spread,
+            *(
+                where(seen.loss_finite, getattr(after, name), getattr(state, name))
+                for name in HeadroomState.__slots__
+            )
         )
 
-    def _doubt(
-        self,
-        state: HeadroomState,
-        size: Scalar,
-        measured: Scalar,
-        first: Scalar,
-        ops: Ops,
-    ) -> Scalar:
-        """Count the alarms of the loss that the gradients do not confirm."""
-        where, alarm = ops.where, state.loss - state.loss_envelope
-        judged = (state.loss_envelope > UNSET) & (alarm >= ALARM) & (measured | first)
-        false = measured & (size - state.envelope < alarm / 2.0)
-        more = where(state.doubts < DOUBTS, state.doubts + 1.0, DOUBTS)
-        return where(judged, where(false, more, 0.0), state.doubts)
 
-    def _levels(
-        self, state: HeadroomState, size: Scalar, ops: Ops
-    ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """Return this and the last gradient, corrected by the loss, and both levels.
-
-        `foresee` handles what the loss predicts. So a gradient is reduced by the
-        excess of its loss over the loss's level.
-        """
-        where, loss, last_loss = ops.where, state.loss, state.last_loss
-        both = where(loss < last_loss, loss, last_loss)
-        loss_level = self._follow(state.loss_envelope, loss, both, loss, ops)
-        loss_level = where(loss > UNSET, loss_level, state.loss_envelope)
-        believed = where(state.doubts < DOUBTS, loss_level, -UNSET)
-        news = size - where(loss > believed, loss - believed, 0.0)
-        last = state.last - where(last_loss > believed, last_loss - believed, 0.0)
-        both = where(news < last, news, last)
-        level = self._follow(state.envelope, size, both, news, ops)
-        return news, last, loss_level, level
-
-    def _follow(
-        self, level: Scalar, now: Scalar, both: Scalar, start: Scalar, ops: Ops
-    ) -> Scalar:
-        """Rise at once to the lower of two steps; fall by a part of the gap."""
-        where = ops.where
-        gap = level - now
-        gap = where(gap > UNIT, where(gap < 16 * UNIT, gap, 16 * UNIT), UNIT)
-        fallen = level - ops.floor(gap / self.release_steps)
-        return where(level > UNSET, where(both > fallen, both, fallen), start)
-
-    def _learn(
-        self, margin: Scalar, news: Scalar, last: Scalar, level: Scalar, ops: Ops
-    ) -> Scalar:
-        """Return the margin that a spike in the last step would have needed."""
-        where = ops.where
-        spike = last - where(news > level, news, level)
-        extra = ops.floor(spike / 2)
-        spike = spike + SAFETY + where(extra < SPREAD, extra, SPREAD)
-        margin = margin - 1.0 - ops.floor(margin / 4096.0)
-        margin = where(spike > margin, spike, margin)
-        return where(margin > UNIT, margin, UNIT)
-
-    def _price(
-        self, margin: Scalar, free: Scalar, spare: Scalar, underflow: Scalar, ops: Ops
-    ) -> tuple[Scalar, Scalar]:
-        """Widen the margin while nothing underflows; narrow one that costs too much.
-
-        Near the bottom, halving the scale doubles the loss, so the share of small
-        gradients determines how many of the `spare` bits to keep.
-        """
-        where, c = ops.where, self.constants
-        share, some = _log2(underflow, ops)
-        spare = spare - where(some, share, UNSET)
-        up, down = free + 2 * UNIT, free - 4 * UNIT
-        wanted = spare + c.free_log2
-        wanted = where(wanted < up, where(wanted > down, wanted, down), up)
-        wanted = where(wanted < c.freest, wanted, c.freest)
-        wanted = where(wanted > 0.0, wanted, 0.0)
-        down = where(margin - CUT > CHEAPEST, margin - CUT, CHEAPEST)
-        dear = spare + c.cost_log2
-        dear = where(dear > down, dear, down)
-        known = underflow >= 0.0  # not measured is NaN
-        return where(known & (dear < margin), dear, margin), where(known, wanted, free)
+def _exponent(scale: Scalar, ops: Ops) -> Scalar:
+    """Return log2 of a scale, rounded: not every backend's is exact."""
+    return ops.floor(ops.log2(scale) + 0.5)
 
 
-def _log2(x: Scalar, ops: Ops) -> tuple[Scalar, Scalar]:
-    """Return log2 of x in units, and whether x is in 2^-100 .. 2^100.
-
-    Linear between powers of two, at most 0.09 too low: unlike log2 itself it has
-    the same rounding on all backends, even if `floor(log2(x))` is off by one.
-    """
-    where = ops.where
-    x = ops.cast(where(x < 1e38, x, 0.0), "float32")
-    sane = (x > 2.0**-100) & (x < 2.0**100)
-    x = where(sane, x, 1.0)
-    whole = ops.floor(ops.log2(x))
-    return whole * UNIT + ops.floor((x * ops.exp2(-whole) - 1.0) * UNIT), sane
+def _sixteenths(log2: Scalar, ops: Ops) -> Scalar:
+    """Round to sixteenths: backends differ in the last bits of a logarithm."""
+    return ops.floor(ops.cast(log2, "float32") * 16.0 + 0.5) / 16.0

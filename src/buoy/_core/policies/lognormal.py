@@ -58,6 +58,7 @@ class LogNormal:
         sigma = running deviation of a             (variance_decay, bias corrected)
         scale = 2^(max_log2 - mu - deviations * sigma), within the bounds
         overflow: a = overflow_log2, or what it implies: max_log2 + 1 - log2(scale)
+        a loss that was not finite before it was scaled: nothing changes
 
     Every operation is computed in float64 and rounded to float32: JAX needs
     `jax_enable_x64`.
@@ -111,8 +112,9 @@ class LogNormal:
 
     @property
     def wants(self) -> frozenset[str]:
-        """The size of the gradients."""
-        return frozenset({"amax_log2"})
+        """The size of the gradients, and whether the loss failed."""
+        wanted = {"amax_log2"}
+        return frozenset(wanted if self.reproduces_peer else {*wanted, "loss_finite"})
 
     @property
     def precision(self) -> Precision:
@@ -149,6 +151,8 @@ class LogNormal:
             ops = ops_of(seen.finite, state.scale)
         where = ops.where
         known, log2_amax = self._measured(state, seen, ops)
+        if seen.loss_finite is not None:
+            known = known & seen.loss_finite  # a failed forward pass teaches nothing
 
         c = self.constants
         share = _times(ops, log2_amax, c.slow_rest)

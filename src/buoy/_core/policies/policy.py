@@ -27,7 +27,8 @@ class Policy(Protocol):
     """A policy: frozen settings, and a pure rule that sets the scale.
 
     `wants` names what the rule reads beyond `finite`: "amax_log2", "underflow",
-    "loss_finite", for steps that clip "norm_log2", and "loss" (passed to `foresee`);
+    "loss_finite", and "loss" (passed to `foresee`); with "sparse", steps that clip may
+    leave out "amax_log2", two of three times;
     front ends provide only that.  `precision` is the dtype of the state's floats on
     array backends.
 

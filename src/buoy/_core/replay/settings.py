@@ -39,8 +39,6 @@ _TRIES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hysteresis", "delayed_shift", "decr_every_n_nan_or_inf"), (1, 2)),
     **dict.fromkeys(("deviations", "overflow_std_dev"), (2.0, 3.09, 4.0)),
     "fp16_scale_growth": (1e-3, 1e-2),
-    "max_margin": (8.0, 11.0, 14.0),
-    "free_margin": (4.0, 8.0),
 }
 _STARTS = ("init_scale", "initial_scale", "init_loss_scale", "init_loss_scaling")
 

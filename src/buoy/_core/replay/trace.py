@@ -91,7 +91,7 @@ class Trace:
     """
 
     amax_log2: Sequence[float]  # of the largest |gradient|; -inf where all are 0
-    loss_log2: Sequence[float] | None = None  # of |loss|
+    loss_log2: Sequence[float] | None = None  # of |loss|; inf or NaN: it failed
     weight_histograms: Sequence[Histogram] = ()  # of the parameters' gradients
     activation_histograms: Sequence[Histogram] = ()  # of the gradients in between
     max_log2: float = FP16_MAX_LOG2

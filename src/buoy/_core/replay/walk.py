@@ -291,18 +291,20 @@ def _shown(policy: Policy, trace: Trace) -> Callable[[int, float, float, bool], 
     zero_log2 = trace.zero_log2
     small = _small(trace) if "underflow" in policy.wants else None
     due = MEASUREMENTS["underflow"].due
+    losses = trace.loss_log2 if "loss_finite" in policy.wants else None
 
     def show(step: int, amax: float, exponent: float, finite: bool) -> Seen:  # noqa: FBT001
+        usable = None if losses is None else losses[step] < math.inf
         if not finite:
-            return Seen(False, math.inf if sees_amax else None)
+            return Seen(False, math.inf if sees_amax else None, loss_finite=usable)
         scaled = None
         if sees_amax:
             scaled = amax + exponent
             if scaled < zero_log2:
                 scaled = -math.inf  # all gradients underflow to 0
         if small is None or not due(step):
-            return Seen(True, scaled)
-        return Seen(True, scaled, small(step, exponent))
+            return Seen(True, scaled, loss_finite=usable)
+        return Seen(True, scaled, small(step, exponent), loss_finite=usable)
 
     return show
 

@@ -160,11 +160,11 @@ def _look(
     whole = gathered if order is None else magnitudes(gathered, order)
     survey = take_survey(whole, inverse, order=order, amax=True)
     measured: dict[str, Any] = {}
-    sizes: dict[str, Any] = {"amax_log2": survey.amax, "norm_log2": survey.norm}
+    amax: Any = survey.amax
     wanted = schedule(scale.wants, clips=order is not None and order >= 1.0)
     for name, one in wanted.items():
         take, due = MEASURE.get(name), one.due(turn)
-        value = take(gathered.buckets, inverse.device) if take else sizes[name].float()
+        value = take(gathered.buckets, inverse.device) if take else amax.float()
         measured[name] = value if due is True else torch.where(due, value, torch.nan)
     if check is not None:
         measured[LOSS] = check.number(inverse.device)
