@@ -22,26 +22,26 @@ FADE = 3 / 64  # by which the peak falls in a step
 WIDE, NARROW = 8.0, 4.0  # the margin while few gradients are small, and otherwise
 FEW = 2.0**-15  # the largest share of small gradients that counts as few
 CLIMB = 12.0  # up while all gradients are zero
-BLIND = 32.0  # log2 of a scale that zero gradients do not raise before any measurement
+BLIND = 32.0  # log2 of a scale that zero gradients do not raise, if they set it
 UNKNOWN = -1024.0  # the peak before any measurement
 
 # The ceiling.
 DEEP = 9.0  # how far below the level an overflow leads
-CRAWL = 2.0  # by which an overflow lowers a ceiling that was reached, or is deep
-FALL = 5.0  # how far a ceiling falls at most that overflows after it rose
+CRAWL = 2.0  # how far below the scale, if that is as deep or had reached the ceiling
+UNDO = 5.0  # how much of the rises before the last one an overflow takes back
 CALM = 4.0  # finite steps after which an overflow is not recent any more
 SHORT, LONG = 1.0, 1024.0  # bounds of the patience, in steps
-LONGER, SHORTER = 32.0, 1 / 4  # its factors: after such an overflow, after any other
-HURRY = 1 / 64  # its factor while all gradients are zero
-REST = 1 / 128  # the part of it by which the wait after such an overflow is longer
+LONGER, SHORTER = 32.0, 1 / 4  # factors: after an overflow that takes back, any other
+HURRY = 1 / 64  # the part of a wait that is enough while all gradients are zero
+REST = 1 / 128  # the part of patience that is added to the wait after taking back
 
 
 @dataclass(frozen=True, slots=True)
 class HeadroomState:
     """The state of `Headroom`.  Never validated: the fields may be tracers.
 
-    Every operation on them is exact in float32, as all but the scale are small
-    multiples of a power of two.
+    All but the scale are multiples of 1/64 or of 1/128, and small: float32 and float64
+    compute the same.
     """
 
     scale: Scalar  # the multiplier of the next loss, a power of two
@@ -50,8 +50,8 @@ class HeadroomState:
     ceiling: Scalar  # log2 of the highest scale to use
     base: Scalar  # the ceiling that it falls back to
     patience: Scalar  # finite steps that it waits at its base
-    calm: Scalar  # finite steps since it moved
-    recent: Scalar  # 1 after an overflow, 0 again once the ceiling rises or is calm
+    calm: Scalar  # finite steps since it moved; below 0 for a longer wait
+    recent: Scalar  # 1 after an overflow, 0 again after 4 finite steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,30 +60,31 @@ class Headroom:
 
     The rule, with sizes and scales in log2:
 
-    1. The peak is the largest unscaled gradient so far; it fades by 3/64 per step.
+    1. The peak is the largest unscaled gradient so far; it fades by 3/64 per step that
+       is measured.
     2. The level is the scale that keeps the peak 8 below the format's largest number,
-       or 4 once more than 2^-15 of the scaled gradients are below 2^-20.
-    3. Before anything was measured, the level is the present scale; it is 12 above it
-       if all gradients are zero and the scale is below 32.
-    4. The next scale is the level, but never above the ceiling.
+       or 4 while more than 2^-15 of the scaled gradients are below 2^-20.
+    3. Before a gradient other than 0 was measured, the level is the present scale; it
+       is 12 above it if all gradients are zero and the scale is below 2^32.
+    4. The next scale is the level, but not above the ceiling, and within the bounds.
     5. An overflow lowers the ceiling to 9 below the level; if the scale is that low
-       already, by 2; and also by 2 at a ceiling that was reached, unless the last
-       overflow is recent: fewer than 4 finite steps ago (more where 8 adds some), and
-       the ceiling has not risen since.
+       already, or had reached the ceiling and the last overflow is more than 4 finite
+       steps ago, to 2 below the scale.
     6. A ceiling that holds the scale below the level rises by 1 after `patience` finite
-       steps, again after half as many, and so on; while patience is 1, one that is more
-       than 9 below the level rises half the way there.
-    7. An overflow at a ceiling that rose takes back up to 5 of it and makes patience 32
-       times longer, at most 1024; every other overflow makes it 4 times shorter, at
+       steps, again after half as many, and so on, down to 1/64; while patience is 1 and
+       the ceiling is more than 10 below the level, it rises half the way to 9 below it.
+    7. An overflow at a ceiling that rose takes back the last rise and up to 5 of those
+       before instead, makes patience 32 times longer, at most 1024, and the next wait
+       longer by 1/128 of it; every other overflow makes patience 4 times shorter, at
        least 1.
-    8. While all gradients are zero, the ceiling waits for 1/64 of its patience only
-       (and 1/128 more after a rise was taken back), and rises by 12.
+    8. While all gradients are zero, the ceiling waits for 1/64 of that only, and rises
+       by 12; the peak fades only where the level set the scale, below 2^32.
     9. A step whose loss was not finite before it was scaled changes nothing.
 
     Example:
         >>> policy = Headroom()
         >>> state = policy.update(policy.init(), Seen(finite=True, amax_log2=-3.0))
-        >>> state.peak, state.margin, state.scale == 2.0**19
+        >>> state.peak, state.margin, state.scale == 2.0**18
         (-11.0, 8.0, True)
     """
 
@@ -91,8 +92,10 @@ class Headroom:
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**64
     max_log2: float = math.log2(65504.0)  # of the format's largest number
-    lowest: float = field(init=False, repr=False, compare=False)  # log2 of the bounds
+    # Derived: log2 of the bounds, and `max_log2` rounded down to what is exact.
+    lowest: float = field(init=False, repr=False, compare=False)
     highest: float = field(init=False, repr=False, compare=False)
+    top: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         number(self, "init_scale", above=0.0)
@@ -105,6 +108,7 @@ class Headroom:
         number(self, "max_log2", least=1.0, most=128.0)
         object.__setattr__(self, "lowest", math.log2(self.min_scale))
         object.__setattr__(self, "highest", math.log2(self.max_scale))
+        object.__setattr__(self, "top", math.floor(self.max_log2 * 64) / 64)
 
     @property
     def wants(self) -> frozenset[str]:
@@ -152,7 +156,8 @@ class Headroom:
         where, finite = ops.where, seen.finite
         k = _exponent(state.scale, ops)
         amax = math.nan if seen.amax_log2 is None else seen.amax_log2
-        zero, measured = amax < -256.0, amax < 256.0  # neither: inf, or not measured
+        measured = amax < 256.0  # neither inf nor NaN, which is: not measured
+        zero = amax < -256.0
 
         # The level.
         fades = where(zero, (k < state.ceiling) & (k < BLIND), measured)
@@ -163,7 +168,7 @@ class Headroom:
         if seen.underflow is not None:  # NaN: not counted in this step
             margin = where(seen.underflow <= FEW, WIDE, margin)
             margin = where(seen.underflow > FEW, NARROW, margin)
-        level = ops.floor(self.max_log2 - margin - peak)
+        level = ops.floor(self.top - margin - peak)
         blind = where(zero & (k < BLIND), k + CLIMB, k)
         level = where(peak > UNKNOWN, level, blind)
         level = where(level < self.highest, level, self.highest)
@@ -188,10 +193,9 @@ class Headroom:
         patience = where(patience > SHORT, patience, SHORT)
         patience = where(patience < LONG, patience, LONG)
 
-        quiet = rises | (calm >= CALM)
         ceiling = where(finite, raised, lowered)
         base = where(finite, state.base, lowered)
-        proven = where(finite & rises, state.ceiling - FALL, base)
+        follows = where(finite & rises, state.ceiling - UNDO, base)
         target = where(level < ceiling, level, ceiling)
         target = where(target > self.lowest, target, self.lowest)
         after = HeadroomState(
@@ -199,14 +203,14 @@ class Headroom:
             peak=peak,
             margin=margin,
             ceiling=ceiling,
-            base=where(base > proven, base, proven),
+            base=where(base > follows, base, follows),
             patience=where(finite, state.patience, patience),
             calm=where(
                 finite,
                 where(rises, 0.0, calm),
                 where(rose, -REST * patience, 0.0),
             ),
-            recent=where(finite, where(quiet, 0.0, state.recent), 1.0),
+            recent=where(finite, where(calm >= CALM, 0.0, state.recent), 1.0),
         )
         if seen.loss_finite is None:
             return after
