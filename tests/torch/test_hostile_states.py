@@ -73,6 +73,14 @@ def refused(scaler, state, match=None):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_was_loaded_is_saved_again(make):
+    """At once, so that a refused state can be undone."""
+    saved, scaler = used(make).state_dict(), used(make, 1)
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == saved
+
+
 @pytest.mark.parametrize("state", [None, 1, "state", [], [("scale", 1.0)], (), {}])
 @pytest.mark.parametrize("make", [plain, spiky, of_policy("headroom")])
 def test_what_is_no_state_at_all_is_refused(make, state):
