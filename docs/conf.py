@@ -61,7 +61,6 @@ INTERNAL = {
         "find_offenders", "has_unscaled", "is_unchanged", "judged", "multiplied_by",
         "skip_with_others",
     },
-    "LocalScales": {"looked", "rescale"},
     "MasterWeights": {"swapped", "widen"},
     "Recorder": {"attach", "complain"},
 }  # fmt: skip

@@ -24,7 +24,6 @@ TINY = {
     "import_time": ["--rounds", "1"],
     "jax_step": "--processes 1 --rounds 2 --compile-rounds 1 --width 8 --layers 2 "
     "--batch 2".split(),
-    "local_scales": ["--low", "0", "--high", "0"],
     "loss_ahead": ["1"],
     "long_trace": ["--steps", "500"],
     "policy_operations": [],
@@ -37,7 +36,6 @@ TINY = {
 NEEDS = {
     "emulate": "torch",
     "jax_step": "flax",
-    "local_scales": "torch",
     "long_trace": "bokeh",
     "recording": "torch",
     "rounding": "torch",
@@ -64,7 +62,7 @@ def quoted():
 def test_every_quoted_benchmark_is_run():
     """Here, or by the test file that is named; and each that is listed exists."""
     assert quoted() <= TINY.keys() | ELSEWHERE.keys()
-    assert {"torch_step", "jax_step", "local_scales", "headroom.worlds"} <= quoted()
+    assert {"torch_step", "jax_step", "headroom.worlds"} <= quoted()
     for name in TINY:
         assert (ROOT / "benchmarks" / f"{name}.py").is_file()
     for name, test in ELSEWHERE.items():

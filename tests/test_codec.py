@@ -92,7 +92,7 @@ def test_the_plain_rule_saved_with_fields_of_the_presets_is_read():
         buoy.decode(saved | {"colour": 1})
 
 
-@pytest.mark.parametrize("source", ["torch", "apex", "megatron", "paddle"])
+@pytest.mark.parametrize("source", ["torch", "apex", "megatron"])
 def test_saved_states_of_peers_are_read_as_the_replay_ends(source):
     """What the real scaler saved at the end equals our state after the same events."""
     checked = 0
@@ -105,7 +105,7 @@ def test_saved_states_of_peers_are_read_as_the_replay_ends(source):
         state = policy.init()
         for event in trace.seen:
             state = policy.update(state, buoy.Seen(finite=event == "1"))
-        given = {} if source in ("torch", "paddle") else trace.params
+        given = {} if source == "torch" else trace.params
         found = buoy.import_state(trace.checkpoint, **given)
 
         assert source == found.source
@@ -161,18 +161,17 @@ def test_deepspeeds_scaler_goes_on_where_it_was(clean):
     assert state == buoy.import_state(scaler).state
 
 
-def test_keras_and_flax_states_are_read():
-    """Their two numbers are enough; configuration comes as the peer's parameters."""
-    keras = buoy.import_state({"step_counter": 4, "dynamic_scale": 64.0})
-    flax = buoy.import_state({"fin_steps": 7, "scale": 32.0}, growth_interval=10)
+def test_a_keras_state_is_read():
+    """Its two numbers are enough; configuration comes as the peer's parameters."""
+    saved = {"step_counter": 4, "dynamic_scale": 64.0}
+    keras = buoy.import_state(saved, dynamic_growth_steps=10)
 
     assert ("keras", 64.0, 4) == (
         keras.source,
         keras.state.scale,
         keras.state.clean_steps,
     )
-    assert ("flax", 32.0, 7) == (flax.source, flax.state.scale, flax.state.clean_steps)
-    assert 11 == flax.policy.growth_interval
+    assert 10 == keras.policy.growth_interval
 
 
 def test_torch_states_go_on_as_torch_does():
@@ -232,6 +231,18 @@ def test_collapsed_and_unknown_states_are_refused():
         buoy.import_state(torch, "caffe")
     with pytest.raises(buoy.StateVersionError, match="must be a dict"):
         buoy.import_state(3)
+
+
+@pytest.mark.parametrize("source", [None, "flax"])
+def test_states_of_other_libraries_are_refused_with_what_to_do(source):
+    """The sources that are read, and the page that has a line for the others."""
+    flax = {"fin_steps": 7, "scale": 32.0}
+    with pytest.raises(buoy.StateVersionError) as caught:
+        buoy.import_state(flax, source)
+
+    message = str(caught.value)
+    assert "torch, apex, deepspeed, megatron, keras." in message
+    assert "docs/migrate/index.md" in message
 
 
 def test_presets_name_their_bugs():

@@ -13,7 +13,6 @@ from buoy.torch import (
     GradScaler,
     OptionError,
     SpikeGuard,
-    local_scales,
 )
 from tests.pages import recipe
 
@@ -115,27 +114,6 @@ def spikes():
         scaler.update()
         applied.append(scaler.last_step.applied)
     return applied, scaler.spikes, summary(model, scaler)
-
-
-def local():
-    """Each rank has factors of its own; gradients are shared undone."""
-    plain, model = network(), network()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scales = local_scales(model, nn.Linear, scaler=scaler)
-    state = scales.state_dict()
-    shift = 5.0 * dist.get_rank()
-    scales.load_state_dict(
-        {**state, "exponents": [shift, -shift, 3.0][: len(state["names"])]}
-    )
-    wrapped = [DistributedDataParallel(one) for one in (plain, model)]
-    wide = torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    wrapped[0](wide).square().mean().backward()
-    scaler.scale(wrapped[1](wide).square().mean()).backward()
-    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
-    return all(
-        torch.equal(a.grad, b.grad)
-        for a, b in zip(plain.parameters(), model.parameters(), strict=True)
-    )
 
 
 def alone_with_shards(clip):

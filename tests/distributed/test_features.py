@@ -1,4 +1,4 @@
-"""Groups, re-runs, micro-batches, spikes and local scales: the same on all ranks."""
+"""Groups, re-runs, micro-batches and spikes: the same on all ranks."""
 
 import feature_tasks
 import pytest
@@ -49,11 +49,6 @@ def test_a_spike_on_one_rank_is_one_for_all(crew_of):
     assert one == two
     assert [True] * 6 + [False, True] == one[0]
     assert 1 == one[1]
-
-
-def test_ranks_may_have_factors_of_their_own(crew_of):
-    """What they share is undone already, bit for bit."""
-    assert [True, True] == crew_of(2).run(feature_tasks.local)
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from buoy.torch import GradScaler, SpikeGuard, keep_fp32, local_scales
+from buoy.torch import GradScaler, SpikeGuard, keep_fp32
 from buoy.torch.features import record as recording
 
 STEPS = 10
@@ -26,13 +26,12 @@ GUARD = SpikeGuard(warmup=3, least=50.0)
 
 FEATURES = [
     "clip", "gate", "record", "headroom", "never", "fused", "group", "joint", "run",
-    "guard", "local", "spikes", "masters", "keep_fp32", "closure",
+    "guard", "spikes", "masters", "keep_fp32", "closure",
 ]  # fmt: skip
 
 # Combinations that are refused, or make no sense, and why.
 APART = {
     frozenset({"never", "fused"}): "a fused optimizer needs no `sync='never'`",
-    frozenset({"local", "masters"}): "local scales do not support FP16 parameters",
     frozenset({"closure", "spikes"}): "gradients exist only inside the step",
     frozenset({"closure", "never"}): (
         "an optimizer with a closure reads the loss on the host"
@@ -113,8 +112,6 @@ class Trained:
             self.scaler.gate(lambda: self.counted.append(1), optimizer=self.optimizer)
         if "guard" in on:
             self.scaler.guard(self.model)
-        if "local" in on:
-            local_scales(self.model, nn.Linear, scaler=self.group)
         if "keep_fp32" in on:
             keep_fp32(self.model, "3")
 

@@ -382,6 +382,39 @@ def test_a_gate_that_raises_keeps_no_other_from_advancing(enabled):
     assert [1, 2] == seen
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_the_state_of_an_extension_is_found_by_its_key(early):
+    """Attached before the state is loaded, or after."""
+
+    class Counts(Extension):
+        key = "counts"
+        steps = 0
+
+        def concluded(self, scaler, works):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    scaler, counts = GradScaler("cpu"), Counts()
+    scaler.attach(counts)
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    train(scaler, model, optimizer, ["ok"])
+    saved = scaler.state_dict()
+    other, again = GradScaler("cpu"), Counts()
+    if early:
+        other.attach(again)
+    other.load_state_dict(saved)
+    assert saved == other.state_dict()  # kept for whoever comes later
+    if not early:
+        other.attach(again)
+    assert again.steps == counts.steps == 1
+
+
 def test_torch_s_average_is_gated_by_its_own_method():
     """It follows the scaler's model, and only applied steps count."""
     model = torch.nn.Linear(2, 1)

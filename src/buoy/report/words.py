@@ -112,8 +112,8 @@ def _lossy(found: Facts) -> list[Finding]:
     else:
         what += (
             " A larger scale would overflow: the layers need different scales. "
-            "Keep the worst in FP32, or give each block its own scale "
-            "(`buoy.torch.local_scales`)."
+            "Keep the worst in FP32, or give each block its own scale, as "
+            "`examples/local_scales.py` of Buoy's repository does."
         )
     return [("look", "Gradients underflow", what)]
 

@@ -33,7 +33,6 @@ except ImportError as error:
 
 from buoy.torch.errors import Fp16ParametersError, NonfiniteNormError, StateError
 from buoy.torch.features.keep_fp32 import KeptFp32, keep_fp32
-from buoy.torch.features.local_scales import LocalScales, local_scales
 from buoy.torch.features.masters import MasterWeights
 from buoy.torch.hooks import Extension
 from buoy.torch.outcome import LastStep
@@ -49,7 +48,6 @@ __all__ = [
     "GradScaler",
     "KeptFp32",
     "LastStep",
-    "LocalScales",
     "MasterWeights",
     "NonfiniteNormError",
     "OptionError",
@@ -62,7 +60,6 @@ __all__ = [
     "StuckWarning",
     "install",
     "keep_fp32",
-    "local_scales",
 ]
 
 

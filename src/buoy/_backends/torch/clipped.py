@@ -70,7 +70,7 @@ class ClippedWhileScaled:
 
     def state(self) -> list[list[float]]:
         """Return what must be saved for the same result after loading, if anything."""
-        every = [one.state() for one in self._watched.values()]
+        every = [*(one.state() for one in self._watched.values()), *self._saved]
         return every if any(one[_Watched.FIELDS :] for one in every) else []
 
     def load(self, saved: Any) -> None:

@@ -1,8 +1,9 @@
 """Import the saved states of other scalers.
 
 Each importer takes the dict that its peer saves and returns a policy and the state to
-continue from.  What a peer does not save (Megatron and flax save no configuration)
-comes from its preset's defaults, or from keyword arguments.
+continue from.  What a peer does not save (Megatron saves no configuration) comes from
+its preset's defaults, or from keyword arguments.  The page about migrating has a line
+for each of the others.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ SOURCES: dict[str, _Source] = {}
 def import_state(
     saved: Any, source: str | None = None, *, loss_id: int = 0, **parameters: Any
 ) -> Imported:
-    """Read a saved state of torch, apex, DeepSpeed, Megatron, Keras, flax or Paddle.
+    """Read a saved state of torch, apex, DeepSpeed, Megatron or Keras.
 
     The source is recognised by the keys of the state, or given as `source`.  Objects
     (DeepSpeed pickles its scaler) are read by their attributes.  `parameters` are
@@ -61,8 +62,7 @@ def import_state(
     values = _values(saved, loss_id)
     name = source or _recognise(values)
     if name not in SOURCES:
-        message = f"Cannot read states of {name!r}. Known: {', '.join(SOURCES)}."
-        raise StateVersionError(message)
+        raise StateVersionError(f"Cannot read states of {name!r}. {_others()}")
     row = SOURCES[name]
     missing, unknown = row.needs - set(values), set(values) - row.needs - row.knows
     if missing or unknown:
@@ -133,6 +133,13 @@ def _number(name: str, value: Any) -> Any:
         raise StateVersionError(message) from error
 
 
+def _others() -> str:
+    return (
+        f"Known: {', '.join(SOURCES)}. For another library start a policy at the "
+        "saved scale; docs/migrate/index.md has a line of code for each."
+    )
+
+
 def _recognise(values: Saved) -> str:
     fits = [
         name
@@ -143,7 +150,7 @@ def _recognise(values: Saved) -> str:
         return fits[0]
     message = (
         f"Cannot tell which library saved this state, from its keys {sorted(values)}. "
-        f"Pass `source=`, one of {', '.join(SOURCES)}."
+        f"Pass `source=`. {_others()}"
     )
     raise StateVersionError(message)
 
@@ -246,32 +253,3 @@ def _keras(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
     return _resumed(
         "keras", policy, saved["dynamic_scale"], clean_steps=saved["step_counter"]
     )
-
-
-@_source(
-    "flax",
-    "fin_steps scale",
-    "growth_factor backoff_factor growth_interval minimum_scale axis_name",
-)
-def _flax(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
-    """Read `to_state_dict(DynamicScale)`, without configuration, or the object."""
-    names = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
-    given = {name: saved[name] for name in names if name in saved} | parameters
-    policy = make_policy("flax", **given)
-    return _resumed("flax", policy, saved["scale"], clean_steps=saved["fin_steps"])
-
-
-@_source(
-    "paddle",
-    "scale incr_ratio decr_ratio incr_every_n_steps decr_every_n_nan_or_inf "
-    "incr_count decr_count",
-    "use_dynamic_loss_scaling",
-)
-def _paddle(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
-    """Read `paddle.amp.GradScaler.state_dict()`."""
-    names = "incr_ratio decr_ratio incr_every_n_steps decr_every_n_nan_or_inf".split()
-    policy = make_policy("paddle", **{n: saved[n] for n in names}, **parameters)
-    counters = {"clean_steps": saved["incr_count"]}
-    if policy.init().budget is not None:
-        counters["budget"] = saved["decr_every_n_nan_or_inf"] - saved["decr_count"]
-    return _resumed("paddle", policy, saved["scale"], **counters)
