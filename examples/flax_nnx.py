@@ -68,7 +68,7 @@ def main() -> None:
             feed(optimizer.opt_state)
     last = sum(map(float, losses[-10:])) / len(losses[-10:]) / UNIT**2
     print(f"loss: {last:.4f}, last step: {last_step(optimizer.opt_state)}")
-    buoy.report.write(["flax_nnx.buoy"], "flax_nnx.html")
+    buoy.report.write([recorder.path], "flax_nnx.html")
     print("Open flax_nnx.html: see where the scale settled, and the headroom.")
 
 

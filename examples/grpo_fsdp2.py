@@ -139,9 +139,9 @@ def main() -> None:
 
     if rank == 0:
         scaler.trace.close()
-        buoy.report.write(["grpo.buoy"], "grpo.html")
+        buoy.report.write([scaler.trace.path], "grpo.html")
         print(
-            "The run: grpo.buoy; its report: grpo.html. Look at three things there:\n"
+            f"The run: {scaler.trace.path}; its report: grpo.html. Look there at:\n"
             "  - the scale: it rises as the gradients shrink;\n"
             "  - skipped steps: each one wastes a round of answers;\n"
             "  - where the gradients lie: none should be below the format's smallest\n"

@@ -98,7 +98,7 @@ def main() -> None:
     print(f"reward: {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last")
     if scaler is not None:
         scaler.trace.close()
-        print(f"scale: {scaler.get_scale():g}; trace: {chosen.trace}")
+        print(f"scale: {scaler.get_scale():g}; trace: {scaler.trace.path}")
 
 
 if __name__ == "__main__":

@@ -76,10 +76,11 @@ def main() -> None:
     found = trainer.callback_metrics
     print(f"{trainer.global_step} steps, loss {found['loss']:.2f}")
     if plugin.scaler is not None:
-        plugin.scaler.trace.close()
+        trace = plugin.scaler.trace
+        trace.close()
         scale, skipped = found["buoy/scale"], found["buoy/skipped"]
-        print(f"scale {scale:g}, {skipped:.0f} steps skipped; trace: lightning.buoy")
-        print("Look at `buoy report lightning.buoy`: did the scale settle, and are")
+        print(f"scale {scale:g}, {skipped:.0f} steps skipped; trace: {trace.path}")
+        print(f"Look at `buoy report {trace.path}`: did the scale settle, and are")
         print("gradients lost at the bottom of the format?")
 
 

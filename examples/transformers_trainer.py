@@ -73,9 +73,9 @@ def main() -> None:
     print(f"loss: {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
     if scaler is not None:
         scaler.trace.close()
-        print(f"scale: {scaler.get_scale():g}; trace: transformers.buoy")
-        print("Look at `buoy report transformers.buoy`: did the scale settle, and are")
-        print("gradients lost at the bottom of the format?")
+        print(f"scale: {scaler.get_scale():g}; trace: {scaler.trace.path}")
+        print(f"Look at `buoy report {scaler.trace.path}`: did the scale settle, and")
+        print("are gradients lost at the bottom of the format?")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Event(NamedTuple):
     """What happened at one step."""
 
     grads: tuple[float, ...]  # unscaled
-    loss: float
+    loss: float | None  # None: the front end does not get it
 
     @property
     def amax(self) -> float:
@@ -84,7 +84,8 @@ def run_plain(events: History, policy: Any, *, clips: bool = False) -> Ran:
     state, ran = policy.init(), []
     wanted = schedule(policy.wants, clips=clips)
     for turn, event in enumerate(events):
-        if "loss" in policy.wants:
+        usable = None if event.loss is None else math.isfinite(event.loss)
+        if "loss" in policy.wants and event.loss is not None:
             state = policy.foresee(state, event.loss, ops=PLAIN)
         grads = [in_range(grad * state.scale) for grad in event.grads]
         there = [abs(grad) for grad in grads if grad]
@@ -95,9 +96,7 @@ def run_plain(events: History, policy: Any, *, clips: bool = False) -> Ran:
         }
         seen = buoy.Seen(
             finite=all(map(math.isfinite, grads)),
-            loss_finite=math.isfinite(event.loss)
-            if "loss_finite" in policy.wants
-            else None,
+            loss_finite=usable if "loss_finite" in policy.wants else None,
             **{name: sizes[name] for name, one in wanted.items() if one.due(turn)},
         )
         decided = decide(policy, state, seen, inverse=1.0 / state.scale, ops=PLAIN)

@@ -288,7 +288,7 @@ def test_a_missing_axis_name_is_an_error(check_vma):
 def test_a_varying_loss_without_axis_name_is_an_error():
     """A policy that looks ahead would choose another scale on each device."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    tx = make("headroom")
+    tx = make("loss_ahead")
 
     def step(params, state, x):
         return value_and_grad(loss_fn)(state, params, x)[1]

@@ -282,7 +282,7 @@ def test_small_gradients_are_counted_at_the_same_turns():
         for name, number in expected["state"].items():
             if isinstance(number, float):
                 assert number == pytest.approx(saved["state"][name], abs=1e-5), name
-    assert len(scales) > 2
+    assert len(scales) >= 2
 
 
 def test_eager_and_compiled_steps_may_alternate():

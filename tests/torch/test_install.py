@@ -88,12 +88,14 @@ def test_installations_nest():
 
 
 def test_several_scalers_are_recorded_in_files_of_their_own(tmp_path):
-    """The second and later ones have a number in their names."""
+    """The later ones have a number in their names; the fifth is not recorded."""
     with install(trace=tmp_path / "run.buoy") as installed:
-        for _ in range(2):
+        for _ in range(5):
             torch.amp.GradScaler("cpu")
     installed.close()
-    assert [path.name for path in installed.traces] == ["run.buoy", "run-2.buoy"]
+    names = {path.name for path in installed.traces}
+    assert names == {"run.buoy", "run-2.buoy", "run-3.buoy", "run-4.buoy"}
+    assert installed.scalers[4].trace is None
 
 
 def test_the_deprecated_class_warns_as_torchs_does():

@@ -1,6 +1,7 @@
 """What is recorded is what is read, in few bytes, also while the run goes on."""
 
 import math
+import os
 import sqlite3
 import subprocess
 import sys
@@ -223,19 +224,26 @@ def test_what_was_said_about_the_run_is_in_the_file(tmp_path):
     assert {"buoy", "python", "started", "ended"} <= set(meta)
 
 
-def test_an_earlier_run_is_moved_aside(tmp_path):
-    """Nothing recorded is ever overwritten."""
+def test_a_run_whose_file_exists_takes_the_next_number(tmp_path, caplog):
+    """Nothing recorded is ever overwritten, and the log has one line about it."""
     path = tmp_path / "run.buoy"
     for scale in (1.0, 2.0, 3.0):
         with Recorder(path) as recorder:
             recorder.step(scale=scale, applied=True)
-    names = ("run.buoy", "run-1.buoy", "run-2.buoy")
-    found = [buoy.trace.load(tmp_path / name).rows[0].scale for name in names]
-    assert found == [3.0, 1.0, 2.0]
+            recorder.flush()
+            recorder.step(scale=scale, applied=True)
+    names = ("run.buoy", "run-2.buoy", "run-3.buoy")
+    found = [buoy.trace.load(tmp_path / name).rows[1].scale for name in names]
+    assert found == [1.0, 2.0, 3.0]
+    assert recorder.path == tmp_path / "run-3.buoy"
+    assert caplog.messages == [
+        f"{path} exists; this run is recorded in {tmp_path / name}"
+        for name in names[1:]
+    ]
 
 
 def test_a_run_that_is_still_being_recorded_keeps_its_file(tmp_path):
-    """The second one takes another name, and says which."""
+    """The second one takes another name."""
     path = tmp_path / "run.buoy"
     with Recorder(path) as first:
         first.step(scale=1.0, applied=True)
@@ -244,19 +252,35 @@ def test_a_run_that_is_still_being_recorded_keeps_its_file(tmp_path):
             second.step(scale=2.0, applied=True)
             second.flush()
         first.step(scale=1.0, applied=True)
-    assert second.path == tmp_path / "run-1.buoy"
+    assert second.path == tmp_path / "run-2.buoy"
     assert len(buoy.trace.load(path).rows) == 2
     assert buoy.trace.load(second.path).rows[0].scale == 2.0
 
 
-def test_somebody_elses_file_is_left_alone(tmp_path):
-    """Recording stops with one warning, and the file is as it was."""
-    path = tmp_path / "thesis.txt"
-    path.write_text("do not touch")
-    with pytest.warns(TraceWarning, match="it was not changed"):  # noqa: SIM117
-        with Recorder(path) as recorder:
+@pytest.mark.parametrize("kind", ["text", "pipe", "link"])
+def test_somebody_elses_file_is_left_alone(tmp_path, kind):
+    """It is not even opened: a pipe would block, a link lead elsewhere."""
+    path, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    if kind == "text":
+        path.write_text("do not touch")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(elsewhere)
+    with Recorder(path) as recorder:
+        recorder.step(scale=1.0, applied=True)
+    assert recorder.path == tmp_path / "run-2"
+    assert len(buoy.trace.load(recorder.path).rows) == 1
+    assert not elsewhere.exists()
+    if kind == "text":
+        assert path.read_text() == "do not touch"
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
+    """Most likely the name of a file in it is missing."""
+    with pytest.warns(TraceWarning, match="is a folder; name a file in it"):  # noqa: SIM117
+        with Recorder(tmp_path / "..") as recorder:
             recorder.step(scale=1.0, applied=True)
-    assert path.read_text() == "do not touch"
 
 
 def test_verdicts_are_kept_by_name(tmp_path):

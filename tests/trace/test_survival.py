@@ -189,7 +189,10 @@ def test_runs_that_start_on_one_file_at_the_same_time_keep_theirs(tmp_path):
     go(runs)
     names = [run.stdout.readline().strip() for run in runs]
     go(runs)
-    assert [run.communicate()[1] for run in runs] == [""] * 6
+    told = [run.communicate()[1] for run in runs]
+    assert told == [
+        f"{path} exists; this run is recorded in {name}\n" for name in names
+    ]
     for number, name in enumerate(names):
         recording = buoy.trace.load(name)
         assert recording.meta["name"] == str(number)
@@ -198,6 +201,47 @@ def test_runs_that_start_on_one_file_at_the_same_time_keep_theirs(tmp_path):
     every = {buoy.trace.load(found).name for found in tmp_path.glob("run*.buoy")}
     assert every == {"earlier", *map(str, range(6))}
     assert len(os.listdir(tmp_path)) == 7  # noqa: PTH208 - and no lock
+
+
+@pytest.mark.parametrize("end", ["goes on", "is killed"])
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_run_that_loses_its_file_does_no_harm_to_the_next_one(tmp_path, how, end):
+    """SQLite finds the log beside a file by its name, and both have the same."""
+    path = tmp_path / "run.buoy"
+    first = start(
+        f"""
+        import sys
+        from buoy.trace import Recorder
+        recorder = Recorder({str(path)!r})
+        for _ in range(500):
+            recorder.step(scale=1.0, applied=True)
+        recorder.flush()
+        print("flushed", flush=True)
+        sys.stdin.readline()
+        recorder.step(scale=1.0, applied=True)
+        recorder.close()
+        """,
+        stdin=subprocess.PIPE,
+    )
+    assert first.stdout.readline() == "flushed\n"
+    if end == "is killed":
+        first.kill()
+        first.wait()
+    if how == "deleted":
+        path.unlink()
+    else:
+        path.rename(tmp_path / "kept.buoy")
+    with Recorder(path) as second:
+        second.step(scale=2.0, applied=True)
+        second.flush()
+        if end == "goes on":
+            go([first])
+        assert ("moved or replaced" in first.communicate()[1]) == (end == "goes on")
+        for _ in range(3):
+            second.step(scale=2.0, applied=True)
+            second.flush()
+    assert second.path == path
+    assert [row.scale for row in buoy.trace.load(path).rows] == [2.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -271,11 +315,3 @@ def test_a_script_that_just_ends_hears_what_was_lost(tmp_path):
     _, errors = run.communicate()
     assert errors.count("TraceWarning") == 1
     assert "OverflowError" in errors
-
-
-def test_a_pipe_in_place_of_the_file_is_left_alone(tmp_path):
-    """Opening it would never return."""
-    os.mkfifo(tmp_path / "run.buoy")
-    with pytest.warns(TraceWarning, match="it was not changed"):  # noqa: SIM117
-        with Recorder(tmp_path / "run.buoy") as recorder:
-            recorder.step(scale=2.0, applied=True)

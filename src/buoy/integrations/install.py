@@ -94,11 +94,8 @@ class Installation:
             given["policy"] = self.policy
         given |= self.options
         given.setdefault("managed", given.get("sync") != "never")
-        trace, number = given.get("trace"), len(self.scalers)
-        if isinstance(trace, (str, Path)) and number:
-            path = Path(trace)
-            numbered = path.with_stem(f"{path.stem}-{number + 1}")
-            given["trace"] = numbered if number < _TRACED else None
+        if isinstance(given.get("trace"), (str, Path)) and len(self.scalers) >= _TRACED:
+            given["trace"] = None
         return given
 
     def replaces(self, settings: dict[str, Any]) -> None:

@@ -38,8 +38,8 @@ class Recorder:
     there is one `TraceWarning`, and training continues.
 
     Args:
-        path: the file, one per run; an existing trace of that name is renamed.
-            None records to the sinks only.
+        path: the file, one per run; if `run.buoy` exists, the run is recorded in
+            `run-2.buoy`, and so on.  None records to the sinks only.
         every: steps between two sets of histograms; 0 for none.
         sinks: further outputs of the rows (see `buoy.trace.sinks`).
         meta: facts about the run; what JSON cannot hold is stored as text.

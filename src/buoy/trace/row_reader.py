@@ -1,18 +1,13 @@
 """Read the rows of a recorded run out of its database, as columns of numbers.
 
-Rows go through Python as tuples, which is what takes the time.  So most columns are not
-among them: steps without gaps are a range, and flags and verdicts are read only where a
-step was skipped.  The numbers are packed as they come, some hundred rows at once.
+Some hundred rows at once: as tuples, all rows of a long run would fill the memory.
 """
 
 import math
 import sqlite3
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from struct import error as struct_error
-from struct import pack
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from buoy._core.errors import TraceError
@@ -44,6 +39,64 @@ def read_rows(
 
     Of the numbers only `columns`; the others are NaN.
     """
+    rows, last = Rows(), after
+    cursor = file.execute(
+        f"SELECT step, applied, verdict, {', '.join(columns)} FROM steps "  # noqa: S608
+        "WHERE step > ? ORDER BY step LIMIT ?",
+        (after, MOST_ROWS),
+    )
+    while chunk := cursor.fetchmany(_CHUNK):
+        steps, applied, verdicts, *numbers = zip(*chunk, strict=True)
+        if steps[0] <= last:  # the file's pages contradict each other
+            raise odd_entry(where, "steps", steps[0])
+        last, start = steps[-1], len(rows)
+        rows.step.extend(steps)
+        if {*applied} != {1} or {*verdicts} != {None}:
+            _add_skips(where, rows, start, zip(applied, verdicts, strict=True))
+        else:
+            rows.applied.extend(b"\1" * len(steps))
+        for name, values in zip(columns, numbers, strict=True):
+            try:
+                column = array("d", values)
+            except TypeError:  # None and text
+                column = array("d", _checked(where, rows, start, name, values))
+            getattr(rows, name).extend(column)
+    for name in {*COLUMNS} - {*columns}:
+        getattr(rows, name).extend(array("d", [math.nan]) * len(rows))
+    rows.max_log2.extend(array("d", [max_log2]) * len(rows))
+    _add_offenders(where, file, after, rows, tensors)
+    return rows
+
+
+def _add_skips(
+    where: str, rows: Rows, start: int, outcomes: Iterator[tuple[Any, Any]]
+) -> None:
+    for place, (applied, verdict) in enumerate(outcomes, start):
+        if applied not in (0, 1) or verdict not in _KNOWN_VERDICTS:
+            raise odd_entry(where, "steps", rows.step[place])
+        rows.applied.append(bool(applied))
+        if not applied:
+            rows.verdicts[place] = _VERDICTS.get(verdict, Verdict.SCALE_TOO_HIGH)
+
+
+def _checked(
+    where: str, rows: Rows, start: int, name: str, values: Sequence[Any]
+) -> Iterator[float]:
+    """Yield a column's numbers, NaN for NULL; SQLite has no NaN, so it is a text."""
+    for place, value in enumerate(values, start):
+        if type(value) is float:
+            yield value
+        elif name in MEASURED and (value is None or value == "nan"):
+            yield math.nan
+            if value is not None:
+                rows.not_numbers[name].add(place)
+        else:
+            raise odd_entry(where, "steps", rows.step[place])
+
+
+def _add_offenders(
+    where: str, file: sqlite3.Connection, after: int, rows: Rows, tensors: Tensors
+) -> None:
     accused: dict[int, list[str]] = {}
     for step, number in file.execute(
         "SELECT step, tensor FROM offenders WHERE step > ? LIMIT ?",
@@ -52,104 +105,10 @@ def read_rows(
         if type(step) is not int or number not in tensors:
             raise odd_entry(where, "offenders", step)
         accused.setdefault(step, []).append(tensors[number][0])
-    rows = Rows()
-    rows.step.extend(_steps(file, after))
-    rows.applied.extend(b"\1" * len(rows))
-    for step, applied, verdict in file.execute(
-        "SELECT step, applied, verdict FROM steps WHERE step > ? "
-        "AND (applied IS NOT 1 OR verdict IS NOT NULL) ORDER BY step LIMIT ?",
-        (after, MOST_ROWS),
-    ):
-        if applied not in (0, 1) or verdict not in _KNOWN_VERDICTS:
-            raise odd_entry(where, "steps", step)
-        place = _place(rows, step)
-        if not applied and place is not None:
-            rows.applied[place] = 0
-            rows.verdicts[place] = _VERDICTS.get(verdict, Verdict.SCALE_TOO_HIGH)
-    _add_numbers(where, file, after, rows, columns)
     for step, names in accused.items():
-        place = _place(rows, step)
-        if place is not None:
+        place = bisect_left(rows.step, step)
+        if rows.step[place : place + 1] == array("q", [step]):
             rows.offenders[place] = tuple(names)
-    rows.max_log2.extend(array("d", [max_log2]) * len(rows))
-    return rows
-
-
-def _place(rows: Rows, step: int) -> int | None:
-    place = bisect_left(rows.step, step)
-    return place if rows.step[place : place + 1] == array("q", [step]) else None
-
-
-def _steps(file: sqlite3.Connection, after: int) -> Iterable[int]:
-    """Return the steps in order; those of most runs have no gaps."""
-    first, last, count = (
-        file.execute(query, (after,)).fetchone()[0]
-        for query in (  # one query for all three takes twice as long
-            "SELECT min(step) FROM steps WHERE step > ?",
-            "SELECT max(step) FROM steps WHERE step > ?",
-            "SELECT count(*) FROM steps WHERE step > ?",
-        )
-    )
-    if not count or last - first == count - 1:
-        return range(first, last + 1) if count else ()
-    cursor = file.execute(
-        "SELECT step FROM steps WHERE step > ? ORDER BY step LIMIT ?",
-        (after, MOST_ROWS),
-    )
-    return chain.from_iterable(cursor)
-
-
-def _add_numbers(
-    where: str,
-    file: sqlite3.Connection,
-    after: int,
-    rows: Rows,
-    wanted: Sequence[str],
-) -> None:
-    """Add the columns of numbers: read row by row, but kept flat and cut by strides."""
-    some = "SELECT 1 FROM steps WHERE step > ? AND {} IS NOT NULL LIMIT 1"
-    names = [
-        name
-        for name in wanted
-        if name not in MEASURED or file.execute(some.format(name), (after,)).fetchone()
-    ]
-    cursor = file.execute(
-        f"SELECT {', '.join(names)} FROM steps WHERE step > ? ORDER BY step "  # noqa: S608
-        "LIMIT ?",
-        (after, MOST_ROWS),
-    )
-    columns, width = [getattr(rows, name) for name in names], len(names)
-    while chunk := cursor.fetchmany(_CHUNK):
-        if len(rows.scale) + len(chunk) > len(rows):
-            break  # its pages contradict each other
-        block = array("d")
-        try:
-            packed = pack(f"{width * len(chunk)}d", *chain.from_iterable(chunk))
-            block.frombytes(packed)
-        except struct_error:  # at None and text
-            block.extend(_checked(where, rows, names, chunk))
-        for i, column in enumerate(columns):
-            column.extend(block[i::width])
-    if len(rows.scale) != len(rows):
-        raise odd_entry(where, "steps", len(rows.scale))
-    for name in set(COLUMNS) - set(names):
-        getattr(rows, name).extend(array("d", [math.nan]) * len(rows))
-
-
-def _checked(
-    where: str, rows: Rows, names: Sequence[str], chunk: Sequence[tuple[Any, ...]]
-) -> Iterator[float]:
-    """Yield the numbers of rows, NaN for NULL; SQLite has no NaN, so it is a text."""
-    for place, values in enumerate(chunk, len(rows.scale)):
-        for name, value in zip(names, values, strict=True):
-            if type(value) is float:
-                yield value
-            elif name in MEASURED and (value is None or value == "nan"):
-                yield math.nan
-                if value is not None:
-                    rows.not_numbers[name].add(place)
-            else:
-                raise odd_entry(where, "steps", rows.step[place])
 
 
 def odd_entry(where: str, table: str, key: Any) -> TraceError:

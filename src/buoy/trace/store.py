@@ -6,21 +6,24 @@ moments behind, and others read while it goes on.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sqlite3
 from collections.abc import Iterable, Mapping
+from itertools import count
 from operator import index
 from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import TraceError
-from buoy.trace.claim import free_name, locked
 from buoy.trace.counts import Counts, Kind, pack
 from buoy.trace.row import Row
 from buoy.trace.schema import APPLICATION, TABLES, VERSION
 
 __all__ = ["Store"]
+
+log = logging.getLogger("buoy.trace")
 
 _MOST_OFFENDERS = 16  # of one step; an overflow that hits all hits these too
 _INSERT = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -35,20 +38,19 @@ class Store:
     def __init__(self, path: Path, budget: int) -> None:
         self._budget = budget
         self._tensors: dict[tuple[str, Kind], int] = {}
-        with locked(path.parent):
-            self.path = free_name(path)
-            # Several threads may touch it, one after the other: writer, then `close`.
-            self._file = sqlite3.connect(
-                self.path, timeout=5.0, check_same_thread=False
-            )
-            self._file.isolation_level = None
-            try:
-                self._begin()
-            except BaseException:
-                self._file.close()
-                self.path.unlink(missing_ok=True)  # nothing is in it yet
-                raise
+        self.path = _created(path)
+        # Several threads may touch it, one after the other: writer, then `close`.
+        self._file = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
+        self._file.isolation_level = None
+        try:
+            self._begin()
+        except BaseException:
+            self._file.close()
+            self.path.unlink(missing_ok=True)  # nothing is in it yet
+            raise
         self._same = self.path.stat()
+        if self.path != path:
+            log.warning("%s exists; this run is recorded in %s", path, self.path)
 
     def _begin(self) -> None:
         """Create all tables in one transaction: readers see none of them or all."""
@@ -59,8 +61,6 @@ class Store:
                 self._file.execute(statement)
         self._file.execute("PRAGMA journal_mode = WAL")
         self._file.execute("PRAGMA synchronous = NORMAL")
-        # From the first read on the file is held open: no other run takes it away.
-        self._file.execute("SELECT count(*) FROM meta").fetchone()
 
     @contextlib.contextmanager
     def _transaction(self) -> Any:
@@ -157,6 +157,26 @@ class Store:
                 self._file.execute("PRAGMA journal_mode = DELETE")
         finally:
             self._file.close()
+
+
+def _created(path: Path) -> Path:
+    """Create an empty file of this name, or with the next free number: `run-2.buoy`.
+
+    Exclusively: of several runs that start at the same time, each gets its own.
+    """
+    if path.is_dir():
+        message = f"{str(path)!r} is a folder; name a file in it"
+        raise TraceError(message)
+    for number in count(1):
+        name = path.name if number == 1 else f"{path.stem}-{number}{path.suffix}"
+        found = path.with_name(name)
+        with contextlib.suppress(FileExistsError):
+            found.open("xb").close()
+            break
+    # SQLite would take the log of a file that is gone for this one's.
+    for ending in ("-wal", "-shm"):
+        found.with_name(found.name + ending).unlink(missing_ok=True)
+    return found
 
 
 def _values(row: Row) -> tuple[Any, ...]:
