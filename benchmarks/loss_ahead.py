@@ -8,6 +8,9 @@ for good moves the loss, too.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import buoy
 from benchmarks.headroom import split

@@ -197,7 +197,8 @@ def count_small(
             place = place * length + along
         there &= place % (BLOCK * stride) < BLOCK
     below = there & (size.astype(jnp.float32) < limit)
-    zero, every = jnp.int32(0), tuple(range(grad.ndim))
+    zero = jnp.int32(0)
+    every = tuple(range(grad.ndim))
     small, nonzero = jax.lax.reduce(
         (below.astype(jnp.int32), there.astype(jnp.int32)),
         (zero, zero),
