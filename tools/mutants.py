@@ -43,19 +43,43 @@ SOURCES = (
 # What is run against a mutant of a file, as pytest's arguments: stage by stage, the
 # fastest first; the first that fails kills it.  The first pattern that fits counts.
 _EVERYDAY = tuple(
-    f"tests/torch/test_{name}.py"
+    f"tests/torch/{name}.py"
     for name in (
-        "methods", "recipients", "scale_tensor", "gathered", "clip", "drop_in",
-        "steps", "rows", "stale_looks", "verdicts", "resume", "bad_options", "wrappers",
-        "known", "bounds", "copies", "dtypes", "idle", "call_order", "record",
-        "no_wait", "policies",
+        "centre/test_methods",
+        "contract/test_recipients",
+        "centre/test_scale_tensor",
+        "centre/test_gathered",
+        "centre/test_clip",
+        "contract/test_drop_in",
+        "centre/test_steps",
+        "centre/test_rows",
+        "centre/test_stale_looks",
+        "centre/test_verdicts",
+        "centre/test_resume",
+        "centre/test_bad_options",
+        "contract/test_wrappers",
+        "centre/test_known",
+        "centre/test_bounds",
+        "contract/test_copies",
+        "centre/test_dtypes",
+        "centre/test_idle",
+        "contract/test_call_order",
+        "features/test_record",
+        "centre/test_no_wait",
+        "centre/test_policies",
     )
-)  # fmt: skip
-_OTHERS = ("-m", "not slow", "tests/torch", *(f"--ignore={one}" for one in _EVERYDAY))
+)
+_OTHERS = (
+    "-m",
+    "not slow",
+    "tests/torch",
+    "--ignore=tests/torch/ranks",
+    *(f"--ignore={one}" for one in _EVERYDAY),
+)
 _TORCH = (("-m", "not slow", *_EVERYDAY), _OTHERS)
-_RANKS = ("tests/distributed/test_ranks.py",)
+_RANKS = ("tests/torch/ranks/test_ranks.py",)
 _NORMS = tuple(
-    f"tests/distributed/test_norm_rules.py::test_{name}"
+    f"tests/torch/ranks/test_norm_rules.py::test_{name}"
     for name in (
         "the_norm_is_that_of_the_unsharded_network[routed-False]",
         "the_norm_is_that_of_the_unsharded_network[routed-True]",
@@ -74,22 +98,22 @@ _NORMS = tuple(
     )
 )
 _FEW_RANKS = tuple(
-    f"tests/distributed/test_ranks.py::test_{name}"
+    f"tests/torch/ranks/test_ranks.py::test_{name}"
     for name in (
         "it_is_seen_where_the_host_has_to_ask",
         "others_read_what_the_ranks_agreed_on",
         "a_loss_that_jumps_on_one_rank_is_foreseen_by_all",
     )
 )
-_ORDERS = ("tests/distributed/test_norms.py::test_a_norm_that_has_no_parts_is_refused",)
-_SHARDS = ("tests/distributed/test_features.py::test_shards_are_not_judged_alone",)
-_RUNS = "tests/distributed/test_pipeline.py::test_{}_runs_in_a_pipeline"
+_ORDERS = ("tests/torch/ranks/test_norms.py::test_a_norm_that_has_no_parts_is_refused",)
+_SHARDS = ("tests/torch/ranks/test_features.py::test_shards_are_not_judged_alone",)
+_RUNS = "tests/torch/ranks/test_pipeline.py::test_{}_runs_in_a_pipeline"
 _PIPELINE = (_RUNS.format("a_policy_that_looks_at_the_loss"),)
 _MEASURES = ("-m", "not slow", "tests/test_backends.py", "tests/test_sample.py")
 _CORE = (
     ("tests/test_verdicts.py",),
     ("-m", "not slow", "tests/test_step.py", "tests/test_sample.py"),
-    ("tests/test_scale_bounds.py", "tests/torch/test_verdicts.py"),
+    ("tests/test_scale_bounds.py", "tests/torch/centre/test_verdicts.py"),
 )
 _ONE = "tests/test_trajectory.py::test_one_history_makes_one_trajectory"
 _TRAJECTORY = (f"{_ONE}[jax-headroom]", f"{_ONE}_with_clipping[jax-headroom]")

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
-collect_ignore = ["apex_scripts"]  # they import apex, and are run without it
+collect_ignore = ["contract/apex_scripts"]  # they import apex, and are run without it
 
 
 @pytest.fixture(autouse=True)

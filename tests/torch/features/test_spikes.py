@@ -18,7 +18,7 @@ from buoy.torch import GradScaler, OptionError, SpikeGuard
 from buoy.trace import load
 
 TRACES = sorted(
-    (Path(__file__).parents[2] / "benchmarks/headroom/traces").glob("*.json.gz")
+    (Path(__file__).parents[3] / "benchmarks/headroom/traces").glob("*.json.gz")
 )
 QUICK = SpikeGuard(warmup=8)
 

@@ -12,7 +12,7 @@ import buoy.trace
 
 pytestmark = pytest.mark.slow  # starts processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def torchrun(folder, name, *arguments):

@@ -31,7 +31,7 @@ from buoy._backends import torch as backend
 from buoy.torch import GradScaler, OptionError, RankMismatchError
 from tests.told import Told
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def layer(bias: bool = True) -> nn.Linear:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from foreign import Noting
 from nets import loss_of, net
-from test_passes import CHECK, Passes
-from test_recipients import Noting
+from passes import CHECK, Passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from buoy._backends.torch import measure

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks import scale_out
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_documents_tables_are_printed(capsys, monkeypatch):

@@ -561,7 +561,7 @@ def test_mistakes_are_told():
 
 def test_both_networks_of_the_example_take_the_same_number_of_steps():
     """Under joint, with overflows in either; apart, they differ."""
-    path = Path(__file__).parents[2] / "examples" / "gan.py"
+    path = Path(__file__).parents[3] / "examples" / "gan.py"
     gan = runpy.run_path(str(path))
     critic, maker, scaler = gan["train"](60, "joint")
     alone = gan["train"](60, "independent")

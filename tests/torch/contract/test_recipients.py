@@ -2,32 +2,12 @@
 
 import pytest
 import torch
+from foreign import Forwarding, ForwardingAll, Noting
 from nets import OPTIMIZERS, loss_of, net, spoil, train
-from test_wrappers import Forwarding, ForwardingAll
 
 from buoy.torch import CallOrderError, GradScaler
 
 EVENTS = ["ok", "inf", "ok"]
-
-
-class Noting(torch.optim.Optimizer):
-    """An SGD that declares support, notes what it is given and returns a number."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "fused": True, "momentum": 0.9})
-        self.given = []
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        scale, found = self.grad_scale, self.found_inf
-        self.given.append((None if scale is None else float(scale), float(found)))
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None and not found:
-                divisor = 1.0 if scale is None else scale
-                param.sub_(param.grad / divisor, alpha=0.1)
-        return 7
 
 
 @pytest.mark.parametrize("unscaled", [False, True])

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from buoy._backends import torch as backend
 from buoy.torch import GradScaler, RankMismatchError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 CPU = torch.device("cpu")
 
 

@@ -2,41 +2,12 @@
 
 import pytest
 import torch
+from foreign import Forwarding, ForwardingAll
 from nets import loss_of, net, spoil, train
 
 from buoy.torch import GradScaler
 
 EVENTS = ["ok", "inf", "ok", "ok", "nan", "ok"]
-
-
-class Forwarding:
-    """Passes on whatever it does not have."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def __getattr__(self, name):
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def step(self, *args, **kwargs):
-        return self.optimizer.step(*args, **kwargs)
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-
-class ForwardingAll:
-    """Has not even a `step` of its own, and hides whom it asks."""
-
-    def __init__(self, optimizer):
-        self.ask = lambda name: getattr(optimizer, name)
-
-    def __getattr__(self, name):
-        if name == "ask":
-            raise AttributeError(name)
-        return self.ask(name)
 
 
 class Hiding(ForwardingAll):
