@@ -6,14 +6,14 @@ would have been, and with what would be advised, to see whether it helps.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from buoy._core.errors import OptionError
 from buoy.diagnose.culprit import Culprit, Part
-from buoy.diagnose.hooks import Followed, Spot, parameter_spot, size_of
+from buoy.diagnose.hooks import Followed, Span, Spot, parameter_spot, size_of
 from buoy.diagnose.rehearse import (
     Rehearsed,
     RngState,
@@ -70,7 +70,7 @@ def first_nonfinite(
     found = _culprit(seen, spot, part, scale=run.scale)
     if not measure or _among_ranks():
         return found
-    return _Trial(model, step_fn, spot, scale, rng).of(found)
+    return _Trial(model, step_fn, spot, scale, rng).tried(found)
 
 
 def _check_looked(
@@ -81,10 +81,11 @@ def _check_looked(
         return
     name = type(model).__name__
     if not seen.ran:
-        bad = "" if size_of(run.losses).finite else " Its loss was not finite."
+        bad_loss = "" if size_of(run.losses).finite else " Its loss was not finite."
         message = (
             f"`step_fn` ran no module of the {name} that was passed as `model`, so "
-            f"none of them could be inspected.{bad} Pass the model that `step_fn` runs."
+            f"none of them could be inspected.{bad_loss} Pass the model that `step_fn` "
+            "runs."
         )
         raise OptionError(message)
     if not found and not run.backward:
@@ -98,10 +99,10 @@ def _check_looked(
 
 def _among_ranks() -> bool:
     """Say whether other ranks, which may have found nothing, would be waited for."""
-    spread = torch.distributed
-    if not (spread.is_available() and spread.is_initialized()):
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    return spread.get_world_size() > 1
+    return distributed.get_world_size() > 1
 
 
 def _first(
@@ -110,9 +111,11 @@ def _first(
     """Choose the first non-finite value that reached the end."""
     bad_loss = not size_of(losses).finite
     if seen.forward and (bad_loss or not losses):
-        return seen.forward[0], _part(seen.forward[0])
+        spot = seen.forward[0]
+        return spot, _part(spot)
     if bad_loss:
         return None, "loss"
+
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     bad = next((name for name in grads if not size_of([grads[name]]).finite), None)
     if bad is None:
@@ -122,92 +125,98 @@ def _first(
 
 
 def _part(spot: Spot) -> Part:
-    parent = spot.span.parent
-    if spot.where == "input":
-        return "between" if parent or spot.span.after else "input"
-    if spot.where == "grad_output":
-        return "between" if parent else "loss"
-    if spot.where == "grad_parameter":
-        return "module"
-    return "between" if spot.span.first else "module"
+    """Say which part of the step computed this value."""
+    span = spot.span
+    match spot.where:
+        case "input":
+            return "between" if span.parent or span.after else "input"
+        case "grad_output":
+            return "between" if span.parent else "loss"
+        case "grad_parameter":
+            return "module"
+        case "output" | "grad_input":
+            return "between" if span.first else "module"
 
 
+@dataclass(frozen=True, slots=True)
 class _Trial:
     """Runs the passes again, with what would be advised."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        step_fn: StepFn,
-        spot: Spot | None,
-        scale: float | None,
-        rng: RngState | None,
-    ) -> None:
-        self._model, self._step_fn, self._spot = model, step_fn, spot
-        self._scale, self._rng = scale, rng
+    model: torch.nn.Module
+    step_fn: StepFn
+    spot: Spot | None
+    scale: float | None
+    rng: RngState | None
 
-    def of(self, culprit: Culprit) -> Culprit:
+    def tried(self, culprit: Culprit) -> Culprit:
         """Add how large it is in FP32, and what makes the step finite."""
-        whole = self._run(in_full_precision(self._model), self._scale)
-        culprit = replace(culprit, needed=self._needed(whole))
+        in_fp32 = self._run(in_full_precision(self.model), self.scale)
+        culprit = replace(culprit, needed=self._needed(in_fp32))
         if culprit.part == "input" or culprit.poisoned:
             return culprit
         if culprit.direction == "backward":
-            return self._at_scale_one(culprit, whole)
-        if culprit.part != "loss":
-            kept = with_one_in_fp32(self._model, culprit.module)
-            if self._passes(self._run(kept, self._scale)):
-                return replace(culprit, cured_by="module")
-        passes = self._passes(whole)
-        if passes is None:
-            return culprit
-        return replace(culprit, cured_by="model" if passes else "nothing")
+            return self._at_scale_one(culprit, in_fp32)
 
-    def _at_scale_one(self, culprit: Culprit, whole: "_Passes | None") -> Culprit:
+        if culprit.part != "loss":
+            one_in_fp32 = with_one_in_fp32(self.model, culprit.module)
+            if self._forward_finite(self._run(one_in_fp32, self.scale)):
+                return replace(culprit, cured_by="module")
+        finite = self._forward_finite(in_fp32)
+        if finite is None:
+            return culprit
+        return replace(culprit, cured_by="model" if finite else "nothing")
+
+    def _at_scale_one(self, culprit: Culprit, in_fp32: "_Passes | None") -> Culprit:
+        """Add whether a lower scale helps, or else FP32."""
         if culprit.headroom is not None and culprit.headroom < 0.0:
             return replace(culprit, cured_by="scale")
-        passes = self._run(nullcontext(), 1.0)
-        if passes is None:
+        unscaled = self._run(nullcontext(), 1.0)
+        if unscaled is None:
             return culprit
-        if passes.part is None:
+        if unscaled.part is None:
             return replace(culprit, cured_by="scale")
-        in_fp32 = whole is not None and whole.part is None
-        return replace(culprit, cured_by="model" if in_fp32 else "nothing")
+        finite = in_fp32 is not None and in_fp32.part is None
+        return replace(culprit, cured_by="model" if finite else "nothing")
 
     def _run(
         self, changed: AbstractContextManager[None], scale: float | None
     ) -> "_Passes | None":
         """Run the passes; None if they were written for FP16 alone."""
         try:
-            with kept_aside(self._model, self._rng), changed:
-                seen = Followed(self._model)
+            with kept_aside(self.model, self.rng), changed:
+                seen = Followed(self.model)
                 with seen.hooked():
-                    run = rehearse(self._step_fn, scale=scale)
-                _, part = _first(seen, run.losses, self._model)
+                    run = rehearse(self.step_fn, scale=scale)
+                _, part = _first(seen, run.losses, self.model)
         except (RuntimeError, TypeError, ValueError):
             return None  # e.g. with a `.half()` in the middle
-        return _Passes(seen, run, part)
+        return _Passes(seen, run.losses, part)
 
-    def _needed(self, whole: "_Passes | None") -> float | None:
-        if whole is None or self._spot is None:
+    def _needed(self, in_fp32: "_Passes | None") -> float | None:
+        """Return how large the result is in FP32, where that is a number."""
+        if in_fp32 is None or self.spot is None:
             return None
-        size = whole.seen.size(self._spot)
-        return size.amax if size is not None and size.finite and size.amax else None
+        size = in_fp32.seen.size(self.spot)
+        if size is None or not size.finite or size.amax == 0.0:
+            return None
+        return size.amax
 
-    def _passes(self, passes: "_Passes | None") -> bool | None:
+    def _forward_finite(self, passes: "_Passes | None") -> bool | None:
         """Say whether the forward pass was finite; None if it was not in FP32."""
         if passes is None:
             return None
-        seen, losses = passes.seen, passes.run.losses
-        if size_of(losses).finite and (losses or not seen.forward):
+        reached_the_end = bool(passes.losses) or not passes.seen.forward
+        if reached_the_end and size_of(passes.losses).finite:
             return True
-        casts = self._spot is not None and seen.dtype(self._spot) == "float16"
+        casts = self.spot is not None and passes.seen.dtype(self.spot) == "float16"
         return None if casts else False
 
 
 class _Passes(NamedTuple):
+    """What one run of the passes showed."""
+
     seen: Followed
-    run: Rehearsed
+    losses: list[torch.Tensor]
     part: Part | None  # what was not finite
 
 
@@ -220,10 +229,13 @@ def _culprit(
     forward = spot.where in ("input", "output")
     outside = spot.where in ("input", "grad_output")  # the fault of who called it
     span = spot.span.parent if outside else spot.span
-    name = "" if span is None else span.name
+    name = _name(span)
     module = seen.model.get_submodule(name)
-    went = seen.size(spot)
-    after, before = _neighbours(spot) if part == "between" else ("", "")
+    size = seen.size(spot)
+    after = ""
+    before = ""
+    if part == "between":
+        after, before = _neighbours(spot)
     return Culprit(
         module=name,
         kind=type(module).__name__,
@@ -234,7 +246,7 @@ def _culprit(
         before=before,
         dtype=seen.dtype(spot),
         input_amax=seen.amax_of(span, "input" if forward else "grad_output"),
-        output_amax=None if went is None else went.amax,
+        output_amax=None if size is None else size.amax,
         scale=scale,
         poisoned=tuple(
             name
@@ -245,11 +257,18 @@ def _culprit(
 
 
 def _neighbours(spot: Spot) -> tuple[str, str]:
+    """Name the modules that ran before and after the code of this value."""
     span = spot.span
-    if spot.where == "input":
-        return span.after.name if span.after else "", span.name
-    if spot.where == "output":
-        return span.last.name if span.last else "", ""
-    if spot.where == "grad_output":
-        return span.name, ""
-    return "", span.first.name if span.first else ""
+    match spot.where:
+        case "input":
+            return _name(span.after), span.name
+        case "output":
+            return _name(span.last), ""
+        case "grad_output":
+            return span.name, ""
+        case "grad_input" | "grad_parameter":
+            return "", _name(span.first)
+
+
+def _name(span: Span | None) -> str:
+    return "" if span is None else span.name

@@ -9,6 +9,7 @@ seen are zeros taken to be natural.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from buoy.diagnose.shares import Share, Underflow, summed
 from buoy.trace.counts import Counts
@@ -21,7 +22,19 @@ _NORMAL = -14  # the exponent of its smallest number with all its digits
 _COARSE = 4  # binades below _TINY that averaging over ranks can reach
 _DOUBT = 12.0  # twice the log-likelihood that the simpler reading may lack
 _FEW = 20  # values that tell nothing
-_NEAR, _RARE = 5, 1e-4  # binades above _TINY that are empty where nothing is lost
+_NEAR = 5  # binades above _TINY that are empty where nothing is lost
+_RARE = 1e-4  # the share of values up to which those binades count as empty
+
+# The fit: log2 of the magnitudes is normal, with a mean and a width.
+_LOST_AT = 2.0  # binades below the smallest number where lost values are put at first
+_NARROWEST = 0.3  # the standard deviation that the search starts from at least
+_WIDEST = 3.5  # log of the largest standard deviation that is tried
+_MOST_ROUNDS = 400
+_STEPS = (1.0, 0.25)  # first steps of the mean and of the log of the width
+_LONGER = 1.6  # a step that led uphill
+_SHORTER = 0.4  # a step that did not
+_CLOSE = 1e-5  # the step at which the search ends
+_LEAST = 1e-300  # so that the logarithm of a share exists
 
 
 def estimate_underflow(seen: Counts) -> Share:
@@ -43,9 +56,9 @@ def estimate_underflow(seen: Counts) -> Share:
     if seen.low < _TINY - _COARSE:  # smaller than FP16 can be: never was in FP16
         return Share(visible, 0.0, 0.0)
     lost = min(_lost(seen, visible), float(seen.zeros))
-    there = visible + lost
+    total = visible + lost
     small = sum(seen.counts[: max(_NORMAL - seen.low, 0)])
-    return Share(round(there), lost / there, small / there)
+    return Share(round(total), lost / total, small / total)
 
 
 def estimate_run(run: Recording) -> Underflow | None:
@@ -75,28 +88,41 @@ def _lost(seen: Counts, visible: int) -> float:
         return 0.0
     if visible < _FEW:
         return float(zeros)
+
+    # Fitted to the rest alone: the share of values that the format could not hold.
     bins = _bins(seen)
     of_rest, below = _fitted(bins, 0.0)
-    if below >= zeros / (zeros + visible):
-        return float(zeros)
-    with_zeros, _ = _fitted(bins, float(zeros))
     total = zeros + visible
-    free = zeros * math.log(zeros / total) + visible * math.log(visible / total)
-    if 2.0 * (of_rest + free - with_zeros) < _DOUBT:
+    if below >= zeros / total:
+        return float(zeros)
+
+    # Natural zeros are one more thing to fit: is what they explain worth it?
+    with_zeros, _ = _fitted(bins, float(zeros))
+    natural = zeros * math.log(zeros / total) + visible * math.log(visible / total)
+    if 2.0 * (of_rest + natural - with_zeros) < _DOUBT:
         return float(zeros)
     return visible * below / (1.0 - below)
 
 
-Bin = tuple[float, float, float]  # lower and upper edge in log2, count
+class _Bin(NamedTuple):
+    """The values of one binade, as rounding to FP16 leaves them."""
+
+    low: float  # log2 of the smallest magnitude that rounds into it
+    high: float
+    number: float  # of values
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
 
 
-def _bins(seen: Counts) -> list[Bin]:
+def _bins(seen: Counts) -> list[_Bin]:
     """Give the edges that rounding to FP16 gives each binade."""
     found: dict[int, float] = {}
     for i, count in enumerate(seen.counts):
         exponent = max(seen.low + i, _TINY)
         found[exponent] = found.get(exponent, 0.0) + count
-    return [(_edge(e), _edge(e + 1), n) for e, n in sorted(found.items()) if n]
+    return [_Bin(_edge(e), _edge(e + 1), n) for e, n in sorted(found.items()) if n]
 
 
 def _edge(exponent: int) -> float:
@@ -109,69 +135,94 @@ def _edge(exponent: int) -> float:
 # -- a normal distribution of log2, fitted to binades ---------------------------------
 
 
-def _fitted(bins: Sequence[Bin], zeros: float) -> tuple[float, float]:
-    """Fit; return the log-likelihood and the share below what can be seen.
+class _Fit(NamedTuple):
+    """How well a normal distribution explains what is seen, and what it says."""
 
-    With `zeros` they are values below it; without, the fit is of the rest alone.
+    likelihood: float  # its logarithm
+    below: float  # the share of values that are too small to be seen
+
+
+def _fitted(bins: Sequence[_Bin], zeros: float) -> _Fit:
+    """Fit a normal distribution to the logarithms of the magnitudes.
+
+    With `zeros` they are values below what can be seen; without, the fit is of the
+    rest alone.
     """
-    n = sum(count for _, _, count in bins)
     floor = _edge(_TINY)
-    mean = sum((a + b) / 2 * count for a, b, count in bins) / n
-    mean = (mean * n + (floor - 2.0) * zeros) / (n + zeros)
-    spread = sum(((a + b) / 2 - mean) ** 2 * count for a, b, count in bins)
-    spread = math.sqrt((spread + (floor - 2.0 - mean) ** 2 * zeros) / (n + zeros))
+    lost_at = floor - _LOST_AT
+    visible = sum(b.number for b in bins)
+    total = visible + zeros
+    mean = (sum(b.middle * b.number for b in bins) + lost_at * zeros) / total
+    squares = sum((b.middle - mean) ** 2 * b.number for b in bins)
+    squares += (lost_at - mean) ** 2 * zeros
+    deviation = math.sqrt(squares / total)
 
-    def likelihood(mu: float, width: float) -> float:
-        return _likelihood(bins, zeros, mu, math.exp(width))
+    def likelihood(mu: float, log_sigma: float) -> float:
+        return _likelihood(bins, zeros, mu, math.exp(log_sigma))
 
-    mu, width = _climbed(likelihood, mean, math.log(max(spread, 0.3)))
-    return likelihood(mu, width), _between(-math.inf, floor, mu, math.exp(width))
+    start = (mean, math.log(max(deviation, _NARROWEST)))
+    mu, log_sigma = _highest(likelihood, start)
+    below = _between(-math.inf, floor, mu, math.exp(log_sigma))
+    return _Fit(likelihood(mu, log_sigma), below)
 
 
-def _likelihood(bins: Sequence[Bin], zeros: float, mu: float, sigma: float) -> float:
-    total = sum(
-        count * math.log(max(_between(a, b, mu, sigma), 1e-300)) for a, b, count in bins
-    )
+def _likelihood(bins: Sequence[_Bin], zeros: float, mu: float, sigma: float) -> float:
+    """Return the log-likelihood of the bins, and of the zeros if there are any."""
     floor = _edge(_TINY)
+    total = sum(b.number * _log(_between(b.low, b.high, mu, sigma)) for b in bins)
     if zeros:
-        below = _between(-math.inf, floor, mu, sigma)
-        return total + zeros * math.log(max(below, 1e-300))
-    above = _between(floor, math.inf, mu, sigma)
-    return total - sum(n for _, _, n in bins) * math.log(max(above, 1e-300))
+        return total + zeros * _log(_between(-math.inf, floor, mu, sigma))
+    visible = sum(b.number for b in bins)
+    return total - visible * _log(_between(floor, math.inf, mu, sigma))
 
 
-def _between(a: float, b: float, mu: float, sigma: float) -> float:
+def _log(share: float) -> float:
+    return math.log(max(share, _LEAST))
+
+
+def _between(low: float, high: float, mu: float, sigma: float) -> float:
     """Return the share of a normal distribution between two numbers."""
-    low, high = (a - mu) / sigma / math.sqrt(2), (b - mu) / sigma / math.sqrt(2)
-    if low > 0:
-        return 0.5 * (math.erfc(low) - math.erfc(high))
-    return 0.5 * (math.erfc(-high) - math.erfc(-low))
+    a = (low - mu) / sigma / math.sqrt(2)
+    b = (high - mu) / sigma / math.sqrt(2)
+    # In the upper tail, the complement of both keeps the digits.
+    if a > 0:
+        return 0.5 * (math.erfc(a) - math.erfc(b))
+    return 0.5 * (math.erfc(-b) - math.erfc(-a))
 
 
-def _climbed(
-    height: Callable[[float, float], float], x: float, y: float
-) -> tuple[float, float]:
+_Point = tuple[float, float]
+
+
+def _highest(height: Callable[[float, float], float], start: _Point) -> _Point:
     """Walk uphill in two directions, with steps that adapt to what they find."""
-    here, steps = height(x, y), [1.0, 0.25]
-    best = (x, y)
-    for _ in range(400):
-        start = best
+    best = start
+    top = height(*best)
+    steps = list(_STEPS)
+    for _ in range(_MOST_ROUNDS):
+        before = best
         for axis in (0, 1):
             for sign in (1.0, -1.0):
-                trial = list(best)
-                trial[axis] += sign * steps[axis]
-                there = height(trial[0], min(trial[1], 3.5))
-                if there > here:
-                    here, best = there, (trial[0], min(trial[1], 3.5))
-                    steps[axis] *= sign * 1.6
+                move = [0.0, 0.0]
+                move[axis] = sign * steps[axis]
+                trial = _moved(best, move)
+                reached = height(*trial)
+                if reached > top:
+                    top = reached
+                    best = trial
+                    steps[axis] *= sign * _LONGER
                     break
             else:
-                steps[axis] *= 0.4
+                steps[axis] *= _SHORTER
         # Along a ridge the two directions move together.
-        ahead = (2 * best[0] - start[0], min(2 * best[1] - start[1], 3.5))
-        there = height(*ahead)
-        if there > here:
-            here, best = there, ahead
-        if max(map(abs, steps)) < 1e-5:
+        trial = _moved(best, (best[0] - before[0], best[1] - before[1]))
+        reached = height(*trial)
+        if reached > top:
+            top = reached
+            best = trial
+        if max(map(abs, steps)) < _CLOSE:
             break
     return best
+
+
+def _moved(point: _Point, move: Sequence[float]) -> _Point:
+    return point[0] + move[0], min(point[1] + move[1], _WIDEST)

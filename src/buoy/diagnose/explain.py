@@ -27,12 +27,14 @@ def _what(culprit: Culprit) -> str:
     if culprit.part == "loss":
         where = "the loss" if forward else "the gradient that arrives at it"
         return start + f"after the model: {where} is not finite, its output is."
-    what = "its output" if forward else "the gradient of its input"
-    if culprit.parameter:
-        what = f"the gradient of its `{culprit.parameter}`"
-    came = "its input was" if forward else "the gradient that arrived was"
     if culprit.part == "between":
-        what, came = "a value" if forward else "a gradient", "what went in was"
+        what = "a value" if forward else "a gradient"
+        came = "what went in was"
+    else:
+        what = "its output" if forward else "the gradient of its input"
+        came = "its input was" if forward else "the gradient that arrived was"
+        if culprit.parameter:
+            what = f"the gradient of its `{culprit.parameter}`"
     return f"{start}{_where(culprit)}: {what} is not finite, while {came}{_in(culprit)}"
 
 
@@ -109,9 +111,12 @@ def _forward(culprit: Culprit) -> str:
     if culprit.cured_by == "nothing":
         return f"FP32 does not help either: it is not finite there. {_AT_ZERO}"
     if culprit.part == "loss":
-        tried = "In FP32 it is finite: compute" if culprit.cured_by else "Compute"
-        also = "" if culprit.cured_by else f" If that does not help: {_lower(_AT_ZERO)}"
-        return f"{tried} the loss in FP32 (`output.float()`).{also}"
+        if culprit.cured_by:
+            return "In FP32 it is finite: compute the loss in FP32 (`output.float()`)."
+        return (
+            "Compute the loss in FP32 (`output.float()`). If that does not help: "
+            f"{_lower(_AT_ZERO)}"
+        )
     keep = f'`buoy.torch.keep_fp32(model, "{culprit.module}")`'
     if culprit.cured_by == "module":
         return (
@@ -136,5 +141,6 @@ def _lower(sentence: str) -> str:
 
 
 def _power(scale: float) -> str:
-    exponent = math.log2(scale) if scale > 0 else math.nan
-    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
+    if scale > 0 and math.log2(scale).is_integer():
+        return f"2^{math.log2(scale):.0f}"
+    return f"{scale:g}"

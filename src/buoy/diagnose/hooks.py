@@ -8,13 +8,14 @@ a gradient belongs to one module even where a tensor is used in several places.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Followed",
@@ -22,11 +23,13 @@ __all__ = [
     "Span",
     "Spot",
     "base_of",
+    "float_tensors",
     "parameter_spot",
     "size_of",
 ]
 
 Where = Literal["input", "output", "grad_input", "grad_output", "grad_parameter"]
+Key = tuple[str, int, str]  # a module's name, the number of its call, the place
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,6 @@ class Span:
     name: str
     call: int
     parent: "Span | None"
-    kind: str
     began: int = 0  # spots noted before it
     after: "Span | None" = None  # the sibling that ran before it
     first: "Span | None" = None  # the child that ran first
@@ -69,33 +71,29 @@ class Followed:
     model: torch.nn.Module
     forward: list[Spot] = field(default_factory=list)
     backward: list[Spot] = field(default_factory=list)
-    sizes: dict[tuple[str, int, str], Size] = field(default_factory=dict)
-    dtypes: dict[tuple[str, int, str], str] = field(default_factory=dict)
+    sizes: dict[Key, Size] = field(default_factory=dict)
+    dtypes: dict[Key, str] = field(default_factory=dict)
     _stack: list[Span] = field(default_factory=list)
     _outside: Span | None = None  # the last call that nothing of the model encloses
     _calls: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
-    def hooked(self) -> Iterator["Followed"]:
+    def hooked(self) -> Iterator[None]:
         """Install the hooks, and remove them in any case."""
-        handles: list[Any] = []
-        try:
+        with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 # After others' pre-hooks, which may change the inputs; the view that
                 # leaves must be the last word.
-                handles += [
-                    module.register_forward_pre_hook(
-                        partial(self._enter, name), with_kwargs=True
-                    ),
-                    module.register_forward_hook(partial(self._leave, name)),
-                ]
+                enter = partial(self._enter, name)
+                entering = module.register_forward_pre_hook(enter, with_kwargs=True)
+                leaving = module.register_forward_hook(partial(self._leave, name))
+                stack.callback(entering.remove)
+                stack.callback(leaving.remove)
             for name, param in self.model.named_parameters():
                 if param.requires_grad:
-                    handles.append(_hook(param, partial(self._arrived, name)))
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+                    arriving = _hook(param, partial(self._arrived, name))
+                    stack.callback(arriving.remove)
+            yield
 
     def size(self, spot: Spot) -> Size | None:
         """Tell how large it was there."""
@@ -117,19 +115,29 @@ class Followed:
 
     # -- forward ----------------------------------------------------------------------
 
-    def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+    def _enter(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Any:
+        call = self._calls.get(name, -1) + 1
+        self._calls[name] = call
         parent = self._stack[-1] if self._stack else None
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        span = Span(name, call, parent, type(module).__name__, len(self.forward))
+        span = Span(name, call, parent, began=len(self.forward))
         span.after = self._outside if parent is None else parent.last
         self._stack.append(span)
-        if not self._note(span, "input", pytree.tree_leaves((args, kwargs))).finite:
+
+        if not self._note(span, "input", (args, kwargs)).finite:
             self.forward.append(Spot("input", span))
         inplace = getattr(module, "inplace", False) is True
         take = partial(self._take, span, inplace=inplace)
         return pytree.tree_map_only(torch.Tensor, take, (args, kwargs))
 
-    def _leave(self, name: str, module: Any, args: Any, output: Any) -> Any:
+    def _leave(
+        self, name: str, module: torch.nn.Module, args: object, output: object
+    ) -> Any:
         del module, args
         while self._stack and self._stack[-1].name != name:
             self._stack.pop()  # left by an exception that the model caught
@@ -139,24 +147,27 @@ class Followed:
         else:
             span.parent.first = span.parent.first or span
             span.parent.last = span
-        if self._note(span, "output", pytree.tree_leaves(output)).finite:
+
+        if self._note(span, "output", output).finite:
             # Non-finite values inside did not get out: a mask, most likely.
             del self.forward[span.began :]
         else:
             self.forward.append(Spot("output", span))
+
         for tensor, copy in span.copies:
             tensor.data.copy_(copy.data)  # what it changed in place stays changed
         span.copies.clear()
         give = partial(self._give, span)
         return pytree.tree_map_only(torch.Tensor, give, output)
 
-    def _note(self, span: Span, where: str, values: list[Any]) -> Size:
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        floats = [t for t in tensors if t.is_floating_point()]
+    def _note(self, span: Span, where: Where, values: object) -> Size:
+        """Measure the tensors of a call's inputs or outputs."""
+        key = _key(span, where)
+        floats = float_tensors(values)
         found = size_of(floats, masks=where == "input")
-        self.sizes[_key(span, where)] = found
+        self.sizes[key] = found
         if floats:
-            self.dtypes[_key(span, where)] = str(floats[0].dtype).rpartition(".")[2]
+            self.dtypes[key] = _short_name(floats[0].dtype)
         return found
 
     # -- backward ---------------------------------------------------------------------
@@ -188,11 +199,12 @@ class Followed:
 
     def _passed(self, spot: Spot, grad: torch.Tensor) -> None:
         key = _key(spot.span, spot.where + spot.parameter)
-        seen, before = size_of([grad]), self.sizes.get(key)
+        seen = size_of([grad])
+        before = self.sizes.get(key)
         if before is not None:
             seen = Size(max(seen.amax, before.amax), seen.finite and before.finite)
         self.sizes[key] = seen
-        self.dtypes[key] = str(grad.dtype).rpartition(".")[2]
+        self.dtypes[key] = _short_name(grad.dtype)
         if not seen.finite:
             self.backward.append(spot)
 
@@ -203,7 +215,7 @@ class Followed:
 def parameter_spot(name: str) -> Spot:
     """Make the spot of a parameter's gradient."""
     owner, _, short = name.rpartition(".")
-    return Spot("grad_parameter", Span(owner, 0, None, ""), short)
+    return Spot("grad_parameter", Span(owner, call=0, parent=None), short)
 
 
 def _watchable(tensor: torch.Tensor) -> bool:
@@ -220,28 +232,46 @@ def _view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor
 
 
-def _hook(tensor: Any, call: Callable[[torch.Tensor], None]) -> Any:
-    return tensor.register_hook(call)
+def _hook(
+    tensor: torch.Tensor, call: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    handle: RemovableHandle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
+    return handle
 
 
-def _key(span: Span, where: str) -> tuple[str, int, str]:
+def _key(span: Span, where: str) -> Key:
     return (span.name, span.call, where)
 
 
+def _short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def float_tensors(values: object) -> list[torch.Tensor]:
+    """List the tensors of floating-point numbers in nested values."""
+    leaves = pytree.tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+@torch.no_grad()
 def size_of(tensors: list[torch.Tensor], *, masks: bool = False) -> Size:
-    """Measure the largest finite magnitude; `masks` of 0 and -inf may be finite."""
-    amax, finite = 0.0, True
-    with torch.no_grad():
-        for tensor in tensors:
-            values = (tensor._values() if tensor.is_sparse else tensor).detach()
-            if not values.numel():
-                continue
-            largest = values.abs().max().item()
-            if not math.isfinite(largest):
-                finite = finite and masks and _is_mask(values)
-                values = values[torch.isfinite(values)]
-                largest = values.abs().max().item() if values.numel() else 0.0
-            amax = max(amax, largest)
+    """Measure the largest finite magnitude.
+
+    With `masks`, a tensor of 0 and -inf counts as finite: an attention mask.
+    """
+    amax = 0.0
+    finite = True
+    for tensor in tensors:
+        values = (tensor._values() if tensor.is_sparse else tensor).detach()
+        if not values.numel():
+            continue
+        largest = values.abs().max().item()
+        if not math.isfinite(largest):
+            finite = finite and masks and _is_mask(values)
+            values = values[torch.isfinite(values)]
+            largest = values.abs().max().item() if values.numel() else 0.0
+        amax = max(amax, largest)
     return Size(amax, finite)
 
 

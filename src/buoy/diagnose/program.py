@@ -17,6 +17,7 @@ from buoy._core.errors import BuoyError
 __all__ = ["ProgramError", "exit_code", "print_traceback", "run_program"]
 
 _OWN = str(Path(__file__).parents[1])
+_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 class ProgramError(BuoyError, FileNotFoundError):
@@ -31,8 +32,8 @@ def run_program(target: str, args: Sequence[str], *, module: bool = False) -> No
             "`-m`, followed by its own arguments."
         )
         raise ProgramError(message)
-    folder = "" if module else str(Path(target).resolve().parent)
-    with _arguments([target, *args], str(Path.cwd()) if module else folder):
+    folder = Path.cwd() if module else Path(target).resolve().parent
+    with _arguments([target, *args], str(folder)):
         if module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
@@ -41,14 +42,15 @@ def run_program(target: str, args: Sequence[str], *, module: bool = False) -> No
 
 @contextmanager
 def _arguments(argv: list[str], folder: str) -> Iterator[None]:
-    before, path = sys.argv, list(sys.path)
+    own_argv = sys.argv
+    own_path = list(sys.path)
     sys.argv = argv
     sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.argv = before
-        sys.path[:] = path
+        sys.argv = own_argv
+        sys.path[:] = own_path
 
 
 def exit_code(error: BaseException | None) -> int:
@@ -63,7 +65,7 @@ def exit_code(error: BaseException | None) -> int:
         sys.stderr.write(f"{error.code}\n")
         return 1
     print_traceback(error)
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def print_traceback(error: BaseException) -> None:

@@ -8,8 +8,9 @@ whole training step can be given as it stands.
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -25,10 +26,12 @@ __all__ = [
     "rehearse",
     "rng_state",
     "set_rng_state",
+    "with_subclasses",
 ]
 
-StepFn = Callable[[], Any]
-RngState = dict[str, Any]
+T = TypeVar("T")
+StepFn = Callable[[], object]
+RngState = dict[str, Any]  # by the source of random numbers, each in its own form
 
 _AFTER = ("unscale_", "step", "update", "clip_grad_norm_", "clip_grad_value_")
 
@@ -45,7 +48,8 @@ def rehearse(step_fn: StepFn, *, scale: float | None = None) -> "Rehearsed":
     graph, no backward pass is run.
     """
     seen = Rehearsed(scale)
-    with _scalers_at_rest(seen, scale), _eager():
+    # Compiled modules would run past the hooks.
+    with _scalers_at_rest(seen, scale), torch.compiler.set_stance("force_eager"):
         try:
             returned = step_fn()
         except _Over:
@@ -54,29 +58,23 @@ def rehearse(step_fn: StepFn, *, scale: float | None = None) -> "Rehearsed":
             seen.losses.append(returned.detach())
         if _is_loss(returned) and not seen.backward:
             factor = torch.full((), scale or 1.0, device=returned.device)
-            (returned * factor).backward()
+            (returned * factor).backward()  # type: ignore[no-untyped-call]
     return seen
 
 
-def _is_loss(returned: Any) -> bool:
+def _is_loss(returned: object) -> TypeGuard[torch.Tensor]:
     if not isinstance(returned, torch.Tensor):
         return False
     return returned.numel() == 1 and returned.requires_grad
 
 
+@dataclass(slots=True)
 class Rehearsed:
     """The findings of a rehearsal."""
 
-    def __init__(self, scale: float | None) -> None:
-        self.scale = scale
-        self.losses: list[torch.Tensor] = []
-        self.backward = False
-
-
-def _eager() -> Any:
-    """Keep compiled modules from running past the hooks."""
-    stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
-    return nullcontext() if stance is None else stance("force_eager")
+    scale: float | None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    backward: bool = False  # whether the step ran backward itself
 
 
 @contextmanager
@@ -89,17 +87,20 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
         seen.losses.append(outputs.detach())
         if not self.is_enabled():
             return outputs
-        factor = seen.scale = self.get_scale() if scale is None else scale
-        return outputs * torch.full((), factor, device=outputs.device)
+        seen.scale = self.get_scale() if scale is None else scale
+        return outputs * torch.full((), seen.scale, device=outputs.device)
+
+    def run(_: TorchGradScaler, step_fn: StepFn, *__: object, **___: object) -> object:
+        return step_fn()
 
     def backward(*args: Any, **kwargs: Any) -> None:
         seen.backward = True
         original(*args, **kwargs)
 
     original = torch.autograd.backward
-    replacements: dict[str, Any] = {
+    replacements: dict[str, Callable[..., object]] = {
         "scale": multiply,
-        "run": lambda self, step_fn, *_, **__: step_fn(),  # noqa: ARG005
+        "run": run,
         **dict.fromkeys(_AFTER, _over),
     }
     with ExitStack() as stack:
@@ -114,20 +115,22 @@ def _scalers_at_rest(seen: Rehearsed, scale: float | None) -> Iterator[None]:
         yield
 
 
-def _over(*_: Any, **__: Any) -> None:
+def _over(*_: object, **__: object) -> None:
     raise _Over
 
 
 def _scalers() -> list[type[TorchGradScaler]]:
     """List the classes whose methods are torch's or ours, not a user's."""
-    found: list[type[TorchGradScaler]] = []
-    queue = [TorchGradScaler]
-    while queue:
-        kind = queue.pop()
-        queue += kind.__subclasses__()
-        if kind.__module__.split(".")[0] in ("torch", "buoy"):
-            found.append(kind)
-    return found
+    kinds = with_subclasses(TorchGradScaler)
+    return [k for k in kinds if k.__module__.split(".")[0] in ("torch", "buoy")]
+
+
+def with_subclasses(root: type[T]) -> list[type[T]]:
+    """List a class and all that derive from it, each once."""
+    found = {root: None}  # a dict keeps the order
+    for kind in root.__subclasses__():
+        found.update(dict.fromkeys(with_subclasses(kind)))
+    return list(found)
 
 
 # -- what a rehearsal must not change -------------------------------------------------
@@ -140,8 +143,8 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
     grads = [(param, param.grad) for param in model.parameters()]
     # DDP may keep gradients in the very memory that the next backward pass writes to.
     shared = [g for _, g in grads if g is not None and g._base is not None]
-    kept = [*model.buffers(), *shared]
-    copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+    overwritten = [*model.buffers(), *shared]
+    copies = [(tensor, tensor.detach().clone()) for tensor in overwritten]
     places = [
         (module, name, value)
         for module in model.modules()

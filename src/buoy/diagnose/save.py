@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from buoy.diagnose.culprit import Culprit
 from buoy.diagnose.rehearse import RngState
 
 __all__ = ["SavedBatch", "load_batch", "save_batch"]
+
+T = TypeVar("T")
 
 _VERSION = 1
 _KEYS = 624  # words in the state of a Mersenne twister
@@ -71,16 +73,16 @@ def save_batch(
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside it first: a file that cannot be loaded never gets the name.
     with TemporaryDirectory(prefix=".buoy-", dir=target.parent) as folder:
-        written = Path(folder) / target.name
+        draft = Path(folder) / target.name
         try:
-            torch.save(document, written)
-            torch.load(written, map_location="meta", weights_only=True)
+            torch.save(document, draft)
+            torch.load(draft, map_location="meta", weights_only=True)
         except OSError:
             raise
         except Exception as error:
             message = f"The batch cannot be saved: {_PLAIN} {_first_line(error)}"
             raise OptionError(message) from error
-        written.replace(target)
+        draft.replace(target)
 
 
 def load_batch(path: str | Path) -> SavedBatch:
@@ -105,15 +107,22 @@ def load_batch(path: str | Path) -> SavedBatch:
         raise TraceError(_foreign(path, _first_line(error))) from error
     if not isinstance(document, dict) or document.get("buoy_batch") != _VERSION:
         raise TraceError(_foreign(path, "It has no entry `buoy_batch` of 1."))
-    return SavedBatch(**{name: _read(path, document, name) for name in _READ})
+    return SavedBatch(
+        batch=_read(path, document, "batch", _batch),
+        rng=_read(path, document, "rng", _states),
+        culprit=_read(path, document, "culprit", _culprit),
+        step=_read(path, document, "step", _step),
+    )
 
 
-def _read(path: str | Path, document: dict[str, Any], name: str) -> Any:
+def _read(
+    path: str | Path, document: dict[str, Any], name: str, reader: Callable[[Any], T]
+) -> T:
     """Read one entry; raise an error that names it if it is not what was saved."""
     if name not in document:
         raise TraceError(_foreign(path, f"It has no entry `{name}`."))
     try:
-        return _READ[name](document[name])
+        return reader(document[name])
     except Exception as error:
         shown = textwrap.shorten(repr(document[name]), 80)
         what = f"Its entry `{name}` is damaged: {shown} ({_first_line(error)})"
@@ -138,13 +147,13 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(lines[0], 200)}"
 
 
-def _batch(found: Any) -> tuple[Any, ...]:
+def _batch(found: object) -> tuple[Any, ...]:
     if not isinstance(found, tuple):
         raise TypeError("it must be a tuple")
     return found
 
 
-def _culprit(found: Any) -> Culprit | None:
+def _culprit(found: dict[str, Any] | None) -> Culprit | None:
     if found is None:
         return None
     culprit = Culprit(**{**found, "poisoned": tuple(found["poisoned"])})
@@ -152,10 +161,10 @@ def _culprit(found: Any) -> Culprit | None:
     return culprit
 
 
-def _step(found: Any) -> int | None:
-    if found is not None and type(found) is not int:
-        raise TypeError("it must be a whole number or None")
-    return found
+def _step(found: object) -> int | None:
+    if found is None or type(found) is int:
+        return found
+    raise TypeError("it must be a whole number or None")
 
 
 def _plain(rng: RngState) -> dict[str, Any]:
@@ -183,11 +192,3 @@ def _states(plain: dict[str, Any]) -> RngState:
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].RandomState().set_state(rng["numpy"])
     return rng
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "batch": _batch,
-    "rng": _states,
-    "culprit": _culprit,
-    "step": _step,
-}

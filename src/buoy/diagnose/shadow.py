@@ -38,11 +38,13 @@ def with_one_in_fp32(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def _autocast_off() -> Iterator[None]:
+    """Let every autocast of the model's own do nothing, too."""
     kind: Any = torch.autocast
     original = kind.__enter__
 
     def enter(self: Any) -> Any:
-        enabled, self._enabled = self._enabled, False
+        enabled = self._enabled
+        self._enabled = False
         try:
             return original(self)
         finally:
@@ -67,7 +69,9 @@ def _widened(tensors: list[torch.Tensor]) -> Iterator[None]:
             tensor.data = data
 
 
-def _widen_inputs(module: Any, args: Any, kwargs: Any) -> Any:
+def _widen_inputs(
+    module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
     del module
     return pytree.tree_map_only(torch.Tensor, _widen, (args, kwargs))
 

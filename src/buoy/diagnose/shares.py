@@ -1,8 +1,10 @@
 """How much of the gradients is lost, as numbers and in words."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
-__all__ = ["Share", "Underflow", "summed"]
+__all__ = ["Share", "Underflow", "joined", "summed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,13 @@ class Share:
     count: int
     zero: float  # became 0
     subnormal: float  # kept fewer digits than FP16 has
+
+    @classmethod
+    def of(cls, count: int, zeros: float, subnormals: float) -> Self:
+        """Make it from the numbers of values that are lost."""
+        if not count:
+            return cls(0, 0.0, 0.0)
+        return cls(count, zeros / count, subnormals / count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +76,15 @@ def summed(
     scale: float, parameters: dict[str, Share], activations: dict[str, Share]
 ) -> Underflow:
     """Add up what each parameter lost."""
-    total = sum(share.count for share in parameters.values())
-    zero = sum(share.zero * share.count for share in parameters.values())
-    small = sum(share.subnormal * share.count for share in parameters.values())
-    return Underflow(
-        scale,
-        zero / total if total else 0.0,
-        small / total if total else 0.0,
-        parameters,
-        activations,
+    total = joined(parameters.values())
+    return Underflow(scale, total.zero, total.subnormal, parameters, activations)
+
+
+def joined(shares: Iterable[Share]) -> Share:
+    """Make one share of several: that of all their values together."""
+    every = list(shares)
+    return Share.of(
+        sum(share.count for share in every),
+        sum(share.zero * share.count for share in every),
+        sum(share.subnormal * share.count for share in every),
     )

@@ -1,9 +1,10 @@
 """Attribute skipped steps during training."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 
@@ -16,6 +17,9 @@ from buoy.torch import GradScaler
 __all__ = ["ExplainSkips"]
 
 log = logging.getLogger("buoy.diagnose")
+
+Batch = TypeVarTuple("Batch")
+Result = TypeVar("Result")
 
 
 class ExplainSkips:
@@ -56,60 +60,72 @@ class ExplainSkips:
         folder: str | Path | None = None,
     ) -> None:
         self.culprits: list[Culprit | None] = []
-        self._scaler, self._model = scaler, model
-        self._left, self._folder = limit, folder
-        self._kept: tuple[Callable[..., Any], tuple[Any, ...], RngState] | None = None
+        self._scaler = scaler
+        self._model = model
+        self._left = limit
+        self._folder = folder
+        self._kept: _Kept | None = None
         self._updates = 0
         scaler.gate(self._after_update, advance_on="attempted")
 
-    def run(self, step_fn: Callable[..., Any], *batch: Any) -> Any:
+    def run(self, step_fn: Callable[[*Batch], Result], *batch: *Batch) -> Result:
         """Call `step_fn(*batch)`, remembering it until the next update."""
         if self._left > 0:
-            self._attempt(lambda: self._keep(step_fn, batch), "kept")
+            with self._continuing("kept", self._updates + 1):
+                self._kept = _Kept(step_fn, batch, rng_state())
         return step_fn(*batch)
-
-    def _keep(self, step_fn: Callable[..., Any], batch: tuple[Any, ...]) -> None:
-        self._kept = (step_fn, batch, rng_state())
 
     def _after_update(self) -> None:
         self._updates += 1
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is not None:
-            self._attempt(lambda: self._explain(*kept), "explained")
+            with self._continuing("explained", self._updates):
+                self._explain(kept)
 
-    def _explain(
-        self, step_fn: Callable[..., Any], batch: tuple[Any, ...], rng: RngState
-    ) -> None:
+    def _explain(self, kept: "_Kept") -> None:
         last = self._scaler.last_step
         if last is None or last.applied:
             return
         self._left -= 1
         culprit = first_nonfinite(
-            self._model, lambda: step_fn(*batch), scale=last.scale, rng=rng
+            self._model, kept.again, scale=last.scale, rng=kept.rng
         )
         self.culprits.append(culprit)
-        said = "Run again, this batch is finite." if culprit is None else culprit
-        log.warning("Update %d was skipped. %s", self._updates, said)
+        found = "Run again, this batch is finite." if culprit is None else culprit
+        log.warning("Update %d was skipped. %s", self._updates, found)
         if self._folder is not None:
-            path = Path(self._folder) / f"step-{self._updates}.pt"
-            self._attempt(lambda: self._save(path, batch, rng, culprit), "saved")
+            with self._continuing("saved", self._updates):
+                self._save(Path(self._folder), kept, culprit)
 
-    def _save(
-        self, path: Path, batch: tuple[Any, ...], rng: RngState, culprit: Culprit | None
-    ) -> None:
-        save_batch(path, batch, rng=rng, culprit=culprit, step=self._updates)
-        log.warning("The batch of update %d was saved as %s.", self._updates, path)
+    def _save(self, folder: Path, kept: "_Kept", culprit: Culprit | None) -> None:
+        number = self._updates
+        path = folder / f"step-{number}.pt"
+        save_batch(path, kept.batch, rng=kept.rng, culprit=culprit, step=number)
+        log.warning("The batch of update %d was saved as %s.", number, path)
 
-    def _attempt(self, act: Callable[[], None], what: str) -> None:
+    @contextmanager
+    def _continuing(self, what: str, update: int) -> Iterator[None]:
         """Do something that training must not end for; log why it failed."""
         try:
-            act()
+            yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - Ctrl-C is the user's
             log.warning(
                 "The batch of update %d could not be %s, and training continues: %s: "
                 "%s",
-                self._updates + (what == "kept"),
+                update,
                 what,
                 type(error).__name__,
                 error,
             )
+
+
+class _Kept(NamedTuple):
+    """A batch that may have to be run again."""
+
+    step_fn: Callable[..., object]
+    batch: tuple[Any, ...]
+    rng: RngState
+
+    def again(self) -> object:
+        return self.step_fn(*self.batch)

@@ -7,7 +7,7 @@ smallest normal number, in the run as it is, is counted.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,13 @@ from buoy._core.errors import OptionError
 from buoy.diagnose.hooks import base_of
 from buoy.diagnose.rehearse import StepFn, kept_aside, rehearse
 from buoy.diagnose.shadow import in_full_precision
-from buoy.diagnose.shares import Share, Underflow, summed
+from buoy.diagnose.shares import Share, Underflow, joined, summed
 from buoy.torch import GradScaler
 
 __all__ = ["measure_underflow"]
 
 _NORMAL = 2.0**-14  # FP16's smallest number with all its digits
+Call = tuple[str, int]  # a module's name, and the number of its output
 
 
 def measure_underflow(
@@ -89,38 +90,39 @@ class _Watcher(ABC):
 
     @contextmanager
     def watching(self, *, activations: bool) -> Iterator[None]:
-        handles: list[Any] = []
-        try:
+        """Watch the outputs of all modules, if `activations` are asked for."""
+        with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 if activations and name:
                     hook = partial(self._leave, name)
-                    handles.append(module.register_forward_hook(hook))
+                    stack.callback(module.register_forward_hook(hook).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def note_parameters(self) -> None:
         for name, param in self.model.named_parameters():
             if param.grad is not None:
                 self.note_parameter(name, param.grad)
 
-    def _leave(self, name: str, module: Any, args: Any, output: Any) -> None:
+    def _leave(
+        self, name: str, module: torch.nn.Module, args: object, output: object
+    ) -> None:
         del module, args
         for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                call = self._calls[name] = self._calls.get(name, -1) + 1
-                # A view that is changed in place, by the next module, forgets hooks.
-                base = base_of(tensor)
-                whole: Any = base if base.numel() == tensor.numel() else tensor
-                whole.register_hook(partial(self.note_activation, (name, call)))
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            call = self._calls.get(name, -1) + 1
+            self._calls[name] = call
+            # A view that is changed in place, by the next module, forgets hooks.
+            base = base_of(tensor)
+            whole: Any = base if base.numel() == tensor.numel() else tensor
+            whole.register_hook(partial(self.note_activation, (name, call)))
 
     @abstractmethod
     def note_parameter(self, name: str, grad: torch.Tensor) -> None:
         """Keep what is needed of a parameter's gradient."""
 
     @abstractmethod
-    def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
+    def note_activation(self, key: Call, grad: torch.Tensor) -> None:
         """Keep what is needed of an activation's gradient, by module and call."""
 
 
@@ -129,12 +131,12 @@ class _Half(_Watcher):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.kept: dict[str | tuple[str, int], torch.Tensor] = {}
+        self.kept: dict[str | Call, torch.Tensor] = {}
 
     def note_parameter(self, name: str, grad: torch.Tensor) -> None:
         self.kept[name] = _fate(grad)
 
-    def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
+    def note_activation(self, key: Call, grad: torch.Tensor) -> None:
         self.kept[key] = _fate(grad)
 
 
@@ -152,35 +154,37 @@ class _Truth(_Watcher):
         if fate is not None:
             self.parameters[name] = _share(grad, fate)
 
-    def note_activation(self, key: tuple[str, int], grad: torch.Tensor) -> None:
+    def note_activation(self, key: Call, grad: torch.Tensor) -> None:
         fate = self._halves.kept.get(key)
         if fate is None or fate.shape != grad.shape:
             return
-        share, before = _share(grad, fate), self.activations.get(key[0])
-        self.activations[key[0]] = share if before is None else _joined(before, share)
+        name, _ = key
+        share = _share(grad, fate)
+        if name in self.activations:
+            share = joined([self.activations[name], share])
+        self.activations[name] = share
+
+
+_SUBNORMAL = 1
+_ZERO = 2
 
 
 def _fate(grad: torch.Tensor) -> torch.Tensor:
-    """Mark each value: 2 where it is zero, 1 where it is subnormal, else 0.  int8."""
+    """Mark each value that is lost: 2 zero, 1 subnormal, 0 neither.  int8."""
     sizes = _dense(grad).abs()
+    # A zero is below the smallest normal number, too: 1 and 1 make 2.
     return (sizes < _NORMAL).to(torch.int8) + (sizes == 0).to(torch.int8)
 
 
 def _share(grad: torch.Tensor, fate: torch.Tensor) -> Share:
+    """Count what was lost of the values that are not 0 in FP32."""
     there = _dense(grad) != 0
-    count = int(there.sum().item())
-    zero = int((there & (fate == 2)).sum().item())
-    small = int((there & (fate == 1)).sum().item())
-    return Share(count, zero / count if count else 0.0, small / count if count else 0.0)
+    return Share.of(
+        int(there.sum().item()),
+        int((there & (fate == _ZERO)).sum().item()),
+        int((there & (fate == _SUBNORMAL)).sum().item()),
+    )
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return (grad.to_dense() if grad.is_sparse else grad).detach()
-
-
-def _joined(a: Share, b: Share) -> Share:
-    count = a.count + b.count
-    if not count:
-        return a
-    zero = (a.zero * a.count + b.zero * b.count) / count
-    return Share(count, zero, (a.subnormal * a.count + b.subnormal * b.count) / count)

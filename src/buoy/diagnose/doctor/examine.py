@@ -47,7 +47,7 @@ class Doctor:
         self._watching.install()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._watching is not None:
             self.facts = self._watching.remove()
             self.findings = findings(self.facts)
@@ -99,7 +99,8 @@ def examine(
         nothing is trained here
         No optimizer took a step: there was nothing to watch.
     """
-    watching, error = Watching(steps, force_skip=force_skip), None
+    error: BaseException | None = None
+    watching = Watching(steps, force_skip=force_skip)
     watching.install()
     try:
         run_program(target, args, module=module)
@@ -107,12 +108,13 @@ def examine(
         pass
     except ProgramError:
         raise
-    except (Exception, SystemExit, KeyboardInterrupt) as caught:  # noqa: BLE001
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        error = end if failed else None
+    except (Exception, KeyboardInterrupt) as caught:  # noqa: BLE001
         error = caught
     finally:
         facts = watching.remove()
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        error = None
     return Examined(findings(facts), facts, error)
 
 
@@ -120,7 +122,7 @@ def in_words(found: Sequence[Finding], steps: int, width: int = 79) -> str:
     """Say everything, worst first; or that there is nothing to say."""
     if not steps:
         return "No optimizer took a step: there was nothing to watch."
-    seen = f"{steps} step{'s'[: steps != 1]} watched."
+    seen = "1 step watched." if steps == 1 else f"{steps} steps watched."
     if not found:
         return f"{seen} Nothing wrong was found."
     count = "One problem" if len(found) == 1 else f"{len(found)} problems"
@@ -135,7 +137,8 @@ def in_words(found: Sequence[Finding], steps: int, width: int = 79) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    inner = "      " if text.startswith("   ->") else "   "
+    is_remedy = text.startswith("   ->")
+    inner = "      " if is_remedy else "   "
     return textwrap.fill(
         text,
         width,

@@ -10,6 +10,7 @@ __all__ = ["RULES", "Finding", "findings"]
 
 UNDERFLOW = 0.25  # share of a matrix's gradient values that is worth a word
 _SOME = 5  # steps after which a scheduler's rhythm shows
+_SHOWN = 5  # parameters that are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,14 @@ def _forward_nonfinite(facts: Facts) -> Finding | None:
     if not facts.nonfinite_losses:
         return None
     module = facts.nonfinite_module
-    first = f" The first module whose output is not finite is `{module}`."
+    named = f" The first module whose output is not finite is `{module}`."
     return Finding(
         "forward_nonfinite",
         f"{facts.nonfinite_losses} of {facts.losses} losses were inf or NaN before "
         "they were scaled.",
         facts.nonfinite_at,
         "No scale can help: every such step is skipped and lowers the "
-        "scale." + (first if module else ""),
+        "scale." + (named if module else ""),
         "Check inputs and labels, logarithms and divisions by 0, and keep what "
         "overflows in FP32. `buoy.diagnose.first_nonfinite(model, step_fn)` shows by "
         "how much.",
@@ -85,8 +86,8 @@ def _direct_step(facts: Facts) -> Finding | None:
 
 def _never_cleared(facts: Facts) -> Finding | None:
     for optimizer in facts.optimizers:
-        many = optimizer.uncleared >= max(2, 0.9 * (optimizer.steps - 1))
-        if many:
+        nearly_all = 0.9 * (optimizer.steps - 1)
+        if optimizer.uncleared >= max(2, nearly_all):
             return Finding(
                 "never_cleared",
                 f"The gradients of `{optimizer.kind}` are never cleared between steps.",
@@ -175,12 +176,14 @@ def _recreated(facts: Facts) -> Finding | None:
 def _unheld(facts: Facts) -> Finding | None:
     if not facts.unheld or not facts.steps:
         return None
-    shown = ", ".join(f"`{name}`" for name in facts.unheld[:5])
-    more = f" and {len(facts.unheld) - 5} more" if len(facts.unheld) > 5 else ""
+    shown = ", ".join(f"`{name}`" for name in facts.unheld[:_SHOWN])
+    more = len(facts.unheld) - _SHOWN
+    if more > 0:
+        shown += f" and {more} more"
     return Finding(
         "unheld",
         f"{len(facts.unheld)} parameters get gradients and are in no optimizer: "
-        f"{shown}{more}.",
+        f"{shown}.",
         "",
         "They are never trained and never cleared: their gradients take time and "
         "memory, and grow.",
@@ -221,7 +224,7 @@ def _underflow(facts: Facts) -> Finding | None:
     if not bad:
         return None
     ranked = sorted(bad, key=lambda name: -bad[name])
-    shown = ", ".join(f"`{name}` ({bad[name]:.0%})" for name in ranked[:5])
+    shown = ", ".join(f"`{name}` ({bad[name]:.0%})" for name in ranked[:_SHOWN])
     return Finding(
         "underflow",
         f"Gradients underflow to 0 in {len(bad)} parameters: {shown}.",
@@ -235,8 +238,9 @@ def _underflow(facts: Facts) -> Finding | None:
 
 def _scheduler(facts: Facts) -> Finding | None:
     for scheduler in facts.schedulers:
-        each_step = scheduler.calls >= 0.8 * scheduler.attempts - 1
-        if scheduler.after_skips and each_step and scheduler.attempts >= _SOME:
+        nearly_all = 0.8 * scheduler.attempts - 1
+        each_step = scheduler.attempts >= _SOME and scheduler.calls >= nearly_all
+        if scheduler.after_skips and each_step:
             return Finding(
                 "scheduler_on_skips",
                 f"`{scheduler.kind}` advances although the step was skipped: "

@@ -1,8 +1,11 @@
 """How losses are used: scaled or not, in which dtypes, with which gradients."""
 
-from typing import Any
+from collections import deque
+from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
 from buoy._backends.torch.clipped import ClippedWhileScaled
 from buoy._backends.torch.gradients import parameters_of
@@ -20,22 +23,31 @@ _GRAPHS = 8  # of scaled losses that are remembered until backward
 _NEAR = 64  # nodes of a graph among which a sum of scaled losses shows itself
 
 
+class _Scaled(NamedTuple):
+    """A loss that was scaled."""
+
+    node: Node  # of its graph
+    reached: list[torch.Tensor]  # the parameters that it depends on
+
+
 class Losses:
     """Follows each loss to the parameters whose gradients it makes."""
 
     def __init__(self, facts: Facts) -> None:
+        self.marks = Marks()
+        self.modules = Modules()
         self._facts = facts
-        self.marks, self.modules = Marks(), Modules()
-        self._looks, self._clipping = Looks(), ClippedWhileScaled()
-        self._graphs: dict[int, Any] = {}  # of losses that were scaled
-        self._latest: tuple[Any, list[torch.Tensor]] = (None, [])
+        self._looks = Looks()
+        self._clipping = ClippedWhileScaled()
+        self._graphs: dict[int, Node] = {}  # of losses that were scaled, by id
+        self._latest: _Scaled | None = None
 
     def scaled(self, result: torch.Tensor, loss: torch.Tensor, scale: float) -> None:
         """Note that a loss was scaled."""
         self._facts.scaled_at = place()
         self._clipping.loss_scaled(result)
         self._check(loss)
-        if loss.grad_fn is None:
+        if loss.grad_fn is None or result.grad_fn is None:
             return
         reached, dtypes = graph_of(loss)
         _count(self._facts.scaled_losses, dtypes)
@@ -43,8 +55,9 @@ class Losses:
         self.marks.put(reached, "scaled", scale)
         self._graphs[id(result.grad_fn)] = result.grad_fn
         while len(self._graphs) > _GRAPHS:
-            self._graphs.pop(next(iter(self._graphs)))
-        self._latest = (result.grad_fn, reached)
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest]
+        self._latest = _Scaled(result.grad_fn, reached)
 
     def _check(self, loss: torch.Tensor) -> None:
         self._facts.losses += 1
@@ -53,19 +66,19 @@ class Losses:
             self._facts.nonfinite_at = self._facts.nonfinite_at or place()
             self.modules.look_closely()
 
-    def before_backward(self, roots: list[Any]) -> None:
+    def before_backward(self, roots: list[torch.Tensor]) -> None:
         """Note what the pass starts from, if no scaler has seen it."""
         for root in roots:
-            if not isinstance(root, torch.Tensor) or root.grad_fn is None:
-                continue
-            if not self._is_scaled(root.grad_fn):
+            if root.grad_fn is not None and not self._is_scaled(root.grad_fn):
                 self._unscaled(root)
 
-    def _is_scaled(self, start: Any) -> bool:
+    def _is_scaled(self, start: Node) -> bool:
         """Say whether this is a scaled loss, or made of some, and forget those."""
-        queue, seen, found = [start], {id(start)}, False
+        found = False
+        queue = deque([start])
+        seen = {id(start)}
         while queue and len(seen) < _NEAR:
-            node = queue.pop(0)
+            node = queue.popleft()
             if self._graphs.pop(id(node), None) is not None:
                 found = True
                 continue
@@ -83,15 +96,16 @@ class Losses:
         if torch.float16 in dtypes:
             self._facts.backward_at = place()
 
-    def after_backward(self, roots: list[Any]) -> None:
+    def after_backward(self, roots: list[torch.Tensor]) -> None:
         """Look at the scaled gradients of an FP16 loss, now and then."""
-        node, reached = self._latest
-        self._latest = (None, [])
+        latest = self._latest
+        self._latest = None
         turn = sum(self._facts.scaled_losses.values())
         due = "float16" in self._facts.scaled_losses and turn % _EVERY == 1
-        nodes = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
-        if due and node is not None and any(other is node for other in nodes):
-            self._looks.take(reached, turn)
+        if latest is None or not due:
+            return
+        if any(root.grad_fn is latest.node for root in roots):
+            self._looks.take(latest.reached, turn)
 
     def clipped(self, params: list[torch.Tensor]) -> None:
         """Note that gradients are clipped."""
@@ -100,7 +114,9 @@ class Losses:
             self._facts.clipped_scale = self.marks.scale_of(params)
             self._facts.clipped_at = place()
 
-    def before_unscaling(self, optimizer: Any, scale: Any) -> None:
+    def before_unscaling(
+        self, optimizer: Optimizer, scale: torch.Tensor | None
+    ) -> None:
         """Look whether scaled gradients were clipped by a function that is not torch's.
 
         Or by torch's, imported before it was watched.
@@ -110,7 +126,8 @@ class Losses:
         found = self._clipping.look(optimizer, scale)
         if found is not None and not self._facts.clipped_scaled:
             self._facts.clipped_scaled = ENOUGH
-            self._facts.clipped_scale, self._facts.clipped_at = found, place()
+            self._facts.clipped_scale = found
+            self._facts.clipped_at = place()
 
     def conclude(self, held: set[int]) -> None:
         """Put names to what was found."""

@@ -1,17 +1,16 @@
 """Which modules are run: their names, and the first whose output is not finite."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
-from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from buoy.diagnose.hooks import size_of
+from buoy.diagnose.hooks import float_tensors, size_of
 
 __all__ = ["Modules"]
 
-_ROOTS = 16
+_ROOTS = 16  # models that are remembered
 
 
 class Modules:
@@ -23,7 +22,7 @@ class Modules:
         self._depth = 0
         self._closely = False
 
-    def hooks(self) -> Iterator[Any]:
+    def hooks(self) -> Iterator[RemovableHandle]:
         """Put hooks on all modules, of now and later."""
         yield modules.register_module_forward_pre_hook(self._enter)
         yield modules.register_module_forward_hook(self._leave, always_call=True)
@@ -40,13 +39,13 @@ class Modules:
                     return name
         return f"a parameter of shape {tuple(param.shape)}"
 
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
         del args
         if not self._depth and len(self._roots) < _ROOTS:
             self._roots[id(module)] = module
         self._depth += 1
 
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
         self._depth -= 1
         if not self._closely or self.first_nonfinite:
             return
@@ -61,7 +60,5 @@ class Modules:
         return type(module).__name__
 
 
-def _finite(values: Any) -> bool:
-    leaves = pytree.tree_leaves(values)
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-    return size_of([t for t in tensors if t.is_floating_point()], masks=True).finite
+def _finite(values: object) -> bool:
+    return size_of(float_tensors(values), masks=True).finite

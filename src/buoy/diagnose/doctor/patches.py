@@ -1,18 +1,25 @@
 """Observe calls of other libraries' functions, without changing them."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from types import FrameType, ModuleType
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from buoy.diagnose.rehearse import with_subclasses
 
 __all__ = ["Patches", "place", "scalers", "schedulers"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Called with the arguments of the wrapped function; `After` with its result first.
 Before = Callable[..., None]
 After = Callable[..., None]
 
@@ -37,7 +44,7 @@ class Patches:
 
     def method(
         self,
-        kinds: list[type],
+        kinds: Iterable[type],
         name: str,
         before: Before | None = None,
         after: After | None = None,
@@ -51,7 +58,7 @@ class Patches:
 
     def attribute(
         self,
-        owner: Any,
+        owner: type | ModuleType,
         name: str,
         before: Before | None = None,
         after: After | None = None,
@@ -63,16 +70,22 @@ class Patches:
         wrapper = self._wrapped(original, label or name, before, after)
         self.put(owner, name, wrapper)
 
-    def put(self, owner: Any, name: str, replacement: Any) -> None:
+    def put(
+        self, owner: type | ModuleType, name: str, replacement: Callable[..., object]
+    ) -> None:
         """Put something in a function's place, until all is removed."""
         self._stack.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, replacement)
 
     def _wrapped(
-        self, original: Any, label: str, before: Before | None, after: After | None
-    ) -> Any:
+        self,
+        original: Callable[P, R],
+        label: str,
+        before: Before | None,
+        after: After | None,
+    ) -> Callable[P, R]:
         @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             outermost = label not in self.running
             if outermost and before is not None:
                 before(*args, **kwargs)
@@ -93,38 +106,32 @@ class Patches:
             self.running.pop()
 
 
-def _families(root: type) -> list[type]:
-    """List a class and all that derive from it."""
-    found, queue = [], [root]
-    while queue:
-        kind = queue.pop()
-        found.append(kind)
-        queue += kind.__subclasses__()
-    return list(dict.fromkeys(found))
-
-
-def scalers() -> list[type]:
+def scalers() -> list[type[TorchGradScaler]]:
     """List torch's scaler and all that derive from it, Buoy's among them."""
     import buoy.torch  # noqa: F401, PLC0415 - or it could not be among them
 
-    return _families(TorchGradScaler)
+    return with_subclasses(TorchGradScaler)
 
 
-def schedulers() -> list[type]:
+def schedulers() -> list[type[LRScheduler]]:
     """List the schedulers that advance by steps, not by a metric."""
-    metric = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return [kind for kind in _families(LRScheduler) if not issubclass(kind, metric)]
+    kinds = with_subclasses(LRScheduler)
+    return [kind for kind in kinds if not issubclass(kind, ReduceLROnPlateau)]
 
 
 def place() -> str:
     """Tell where in the user's own code we are, as file:line."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        strange = name.startswith((_OWN, _TORCH, "<")) or "contextlib" in name
-        if not strange and "functools" not in name:
-            return f"{Path(name).name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
+        file = frame.f_code.co_filename
+        if not _is_machinery(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _is_machinery(file: str) -> bool:
+    """Say whether code is ours, torch's, or stands between them and the user's."""
+    if file.startswith((_OWN, _TORCH, "<")):
+        return True
+    return "contextlib" in file or "functools" in file

@@ -5,12 +5,20 @@ spells its imports, or which library calls them for it.
 """
 
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
-from torch.optim import optimizer as optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from buoy._backends.torch.gradients import parameters_of
 from buoy.diagnose.doctor.facts import Facts, ScalerFacts
@@ -21,10 +29,22 @@ from buoy.diagnose.doctor.steps import Steps
 __all__ = ["Enough", "Watching"]
 
 _FORCED = 10  # the attempt that `force_skip` lets overflow if none has by then
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+
+# Names of wrapped calls that have others inside them.
+_SCALER_STEPS = "scaler steps"
+_SCALER_CLIPS = "scaler clips"
+_MAKE_SCHEDULER = "make scheduler"
 
 
 class Enough(BaseException):
     """As many steps have been seen as were asked for."""
+
+
+@dataclass(slots=True)
+class _KnownScaler:
+    scaler: TorchGradScaler  # held, so that its id stays its own
+    facts: ScalerFacts = field(default_factory=ScalerFacts)
 
 
 class Watching:
@@ -32,99 +52,119 @@ class Watching:
 
     def __init__(self, most: int | None = None, *, force_skip: bool = False) -> None:
         self.facts = Facts()
-        self._most, self._force_skip = most, force_skip
+        self._most = most
+        self._force_skip = force_skip
         self._patches = Patches()
-        self._losses, self._steps = Losses(self.facts), Steps(self.facts)
-        self._scalers: dict[int, tuple[Any, ScalerFacts]] = {}
+        self._losses = Losses(self.facts)
+        self._steps = Steps(self.facts)
+        self._scalers: dict[int, _KnownScaler] = {}  # by id
         self._skips = 0
 
     def install(self) -> None:
         """Start watching."""
-        patches, kinds, steppers = self._patches, scalers(), schedulers()
-        patches.method(kinds, "__init__", after=self._made, label="make scaler")
-        patches.method(kinds, "scale", after=self._scaled)
-        patches.method(kinds, "unscale_", self._before_unscale, self._unscaled)
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            patches.method(
-                kinds, name, self._before_unscale, self._unscaled, label="scaler clips"
-            )
-        patches.method(
-            kinds, "step", self._before_step, self._after_step, label="scaler steps"
-        )
-        patches.method(kinds, "update", self._before_update, self._after_update)
-        patches.attribute(torch.autograd, "backward", self._backward, self._computed)
-        patches.attribute(torch.optim.Optimizer, "__init__", after=self._optimizer_made)
-        patches.attribute(torch.autocast, "__enter__", self._autocast)
-        patches.method(steppers, "__init__", label="make scheduler")
-        patches.method(steppers, "step", after=self._scheduled)
+        self._watch_scalers()
+        self._watch_schedulers()
         self._watch_clips()
+        put = self._patches.attribute
+        put(torch.autograd, "backward", self._backward, self._computed)
+        put(torch.autocast, "__enter__", self._autocast)
+        put(Optimizer, "__init__", after=self._optimizer_made)
         for handle in (
-            optim.register_optimizer_step_pre_hook(self._before_own_step),
-            optim.register_optimizer_step_post_hook(self._after_own_step),
+            register_optimizer_step_pre_hook(self._before_own_step),
+            register_optimizer_step_post_hook(self._after_own_step),
             *self._losses.modules.hooks(),
         ):
-            patches.also(handle.remove)
+            self._patches.also(handle.remove)
+
+    def _watch_scalers(self) -> None:
+        kinds = scalers()
+        put = self._patches.method
+        put(kinds, "__init__", after=self._made, label="make scaler")
+        put(kinds, "scale", after=self._scaled)
+        put(kinds, "unscale_", self._before_unscale, self._unscaled)
+        for name in _CLIPS:
+            put(kinds, name, self._before_unscale, self._unscaled, label=_SCALER_CLIPS)
+        put(kinds, "step", self._before_step, self._after_step, label=_SCALER_STEPS)
+        put(kinds, "update", self._before_update, self._after_update)
+
+    def _watch_schedulers(self) -> None:
+        kinds = schedulers()
+        self._patches.method(kinds, "__init__", label=_MAKE_SCHEDULER)
+        self._patches.method(kinds, "step", after=self._scheduled)
 
     def _watch_clips(self) -> None:
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
+        for name in _CLIPS:
             original = getattr(torch.nn.utils.clip_grad, name)
             for home in (torch.nn.utils.clip_grad, torch.nn.utils):
                 self._patches.put(home, name, self._clipping(original))
 
-    def _clipping(self, original: Any) -> Any:
+    def _clipping(self, original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            single = isinstance(parameters, torch.Tensor)
-            # As a list: a generator can be read only once.
-            params = [parameters] if single else list(parameters)
-            if not {"scaler steps", "scaler clips"} & set(self._patches.running):
+        def clip(
+            parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+        ) -> object:
+            if isinstance(parameters, torch.Tensor):
+                params = [parameters]
+            else:
+                params = list(parameters)  # a generator can be read only once
+            if not {_SCALER_STEPS, _SCALER_CLIPS} & set(self._patches.running):
                 self._losses.clipped(params)
             return original(params, *args, **kwargs)
 
         return clip
 
     def remove(self) -> Facts:
-        """Stop watching; give the facts."""
+        """Stop watching; return the facts."""
         self._patches.remove()
         self._losses.conclude(self._steps.held())
-        for scaler, own in self._scalers.values():
-            own.scale = float(scaler.get_scale())
+        for known in self._scalers.values():
+            scaler = known.scaler
+            known.facts.scale = float(scaler.get_scale())
             low = getattr(getattr(scaler, "_loss_scale", None), "low", 0.0)
-            own.floor = low if math.isfinite(low) and low > 0 else 0.0
+            known.facts.floor = low if math.isfinite(low) and low > 0 else 0.0
         return self.facts
 
     # -- scalers ----------------------------------------------------------------------
 
-    def _made(self, _: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
+    def _made(
+        self, _: None, scaler: TorchGradScaler, *__: object, **___: object
+    ) -> None:
         if scaler.is_enabled():
             self._of(scaler).made_at = place()
 
-    def _of(self, scaler: Any) -> ScalerFacts:
+    def _of(self, scaler: TorchGradScaler) -> ScalerFacts:
+        """Return the facts about a scaler, which may be a new one."""
         if id(scaler) not in self._scalers:
-            facts = ScalerFacts()
-            self.facts.scalers.append(facts)
-            self._scalers[id(scaler)] = (scaler, facts)
-        return self._scalers[id(scaler)][1]
+            known = _KnownScaler(scaler)
+            self.facts.scalers.append(known.facts)
+            self._scalers[id(scaler)] = known
+        return self._scalers[id(scaler)].facts
 
-    def _scaled(self, result: Any, scaler: Any, outputs: Any) -> None:
+    def _scaled(self, result: Any, scaler: TorchGradScaler, outputs: object) -> None:
         if scaler.is_enabled() and isinstance(outputs, torch.Tensor):
             self._of(scaler).fresh = False
             self._losses.scaled(result, outputs, float(scaler.get_scale()))
 
-    def _before_unscale(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    def _before_unscale(
+        self, scaler: TorchGradScaler, optimizer: Optimizer, *_: object, **__: object
+    ) -> None:
         if scaler.is_enabled() and not self._within_scaler():
             self._check_stage(scaler, optimizer)
             self._losses.before_unscaling(optimizer, scaler._scale)
             self._maybe_overflow(scaler, optimizer)
 
     def _unscaled(
-        self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any
+        self,
+        _: object,
+        scaler: TorchGradScaler,
+        optimizer: Optimizer,
+        *__: object,
+        **___: object,
     ) -> None:
         if scaler.is_enabled():
             self._losses.marks.put(parameters_of(optimizer), "unscaled")
 
-    def _check_stage(self, scaler: Any, optimizer: Any) -> None:
+    def _check_stage(self, scaler: TorchGradScaler, optimizer: Optimizer) -> None:
         """Note a step, or an unscale, that an update should have come before."""
         record = scaler._per_optimizer_states.get(id(optimizer))
         if record is not None and record["stage"] is OptState.STEPPED:
@@ -132,21 +172,25 @@ class Watching:
             own.updates_missing += 1
             own.step_at = place()
 
-    def _before_step(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    def _before_step(
+        self, scaler: TorchGradScaler, optimizer: Optimizer, *_: object, **__: object
+    ) -> None:
         self._steps.of(optimizer).step_at = place()
         if not scaler.is_enabled():
             return
         own = self._of(scaler)
-        own.fresh, own.step_at = False, place()
+        own.fresh = False
+        own.step_at = place()
         self._check_stage(scaler, optimizer)
         self._losses.before_unscaling(optimizer, scaler._scale)
         self._maybe_overflow(scaler, optimizer)
 
-    def _maybe_overflow(self, scaler: Any, optimizer: Any) -> None:
+    def _maybe_overflow(self, scaler: TorchGradScaler, optimizer: Optimizer) -> None:
         """Let one step be skipped, if asked to, to see what a scheduler does then."""
         if not self._force_skip or self._skips:
             return
-        if self._steps.of(optimizer).steps + 1 != _FORCED:
+        attempt = self._steps.of(optimizer).steps + 1
+        if attempt != _FORCED:
             return
         record = scaler._per_optimizer_states.get(id(optimizer))
         if record is not None and record["found_inf_per_device"]:
@@ -156,15 +200,22 @@ class Watching:
         for param in parameters_of(optimizer):
             grad = param.grad
             if type(grad) is torch.Tensor and not grad.is_sparse and grad.numel():
-                grad.detach()[(0,) * grad.dim()] = math.inf
+                first = (0,) * grad.dim()
+                grad.detach()[first] = math.inf
                 return
 
     def _after_step(
-        self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any
+        self,
+        _: object,
+        scaler: TorchGradScaler,
+        optimizer: Optimizer,
+        *__: object,
+        **___: object,
     ) -> None:
         skipped = False
         if scaler.is_enabled():
-            own, record = self._of(scaler), scaler._per_optimizer_states[id(optimizer)]
+            own = self._of(scaler)
+            record = scaler._per_optimizer_states[id(optimizer)]
             flags = record["found_inf_per_device"].values()
             skipped = any(bool(flag.item()) for flag in flags)
             own.steps += 1
@@ -174,7 +225,7 @@ class Watching:
             self._losses.marks.put(parameters_of(optimizer), "unscaled")
         self._steps.stepped(optimizer, skipped=skipped)
 
-    def _before_update(self, scaler: Any, new_scale: Any = None) -> None:
+    def _before_update(self, scaler: TorchGradScaler, new_scale: object = None) -> None:
         if not scaler.is_enabled():
             return
         own = self._of(scaler)
@@ -182,7 +233,9 @@ class Watching:
             own.updates_doubled += 1
             own.update_at = place()
 
-    def _after_update(self, _: Any, scaler: Any, new_scale: Any = None) -> None:
+    def _after_update(
+        self, _: None, scaler: TorchGradScaler, new_scale: object = None
+    ) -> None:
         del new_scale
         if scaler.is_enabled():
             own = self._of(scaler)
@@ -197,12 +250,17 @@ class Watching:
             raise Enough
 
     def _within_scaler(self) -> bool:
-        return "scaler steps" in self._patches.running
+        return _SCALER_STEPS in self._patches.running
 
-    def _optimizer_made(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+    def _optimizer_made(
+        self, _: None, optimizer: Optimizer, *__: object, **___: object
+    ) -> None:
         self._steps.of(optimizer)
 
-    def _before_own_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_own_step(
+        self, optimizer: Optimizer, args: object, kwargs: object
+    ) -> None:
+        """Note a step that is applied without the scaler."""
         del args, kwargs
         if self._within_scaler():
             return
@@ -212,7 +270,9 @@ class Watching:
             own.direct += 1
             own.direct_at = place()
 
-    def _after_own_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_own_step(
+        self, optimizer: Optimizer, args: object, kwargs: object
+    ) -> None:
         del args, kwargs
         if self._within_scaler():
             return
@@ -220,22 +280,26 @@ class Watching:
         if not any(scaler.updates for scaler in self.facts.scalers):
             self._maybe_end()
 
-    def _scheduled(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
-        if "make scheduler" not in self._patches.running:  # that is its own first step
+    def _scheduled(
+        self, _: None, scheduler: LRScheduler, *__: object, **___: object
+    ) -> None:
+        if _MAKE_SCHEDULER not in self._patches.running:  # that is its own first step
             self._steps.scheduled(scheduler)
 
-    def _autocast(self, context: Any) -> None:
+    def _autocast(self, context: torch.autocast) -> None:
         if getattr(context, "_enabled", False):
-            self.facts.autocast.add(str(context.fast_dtype).rpartition(".")[2])
+            self.facts.autocast.add(str(context.fast_dtype).removeprefix("torch."))
 
-    def _backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+    def _backward(self, tensors: object, *_: object, **__: object) -> None:
         self._steps.before_backward()
-        self._losses.before_backward(_listed(tensors))
+        self._losses.before_backward(_roots(tensors))
 
-    def _computed(self, _: Any, tensors: Any, *__: Any, **___: Any) -> None:
+    def _computed(self, _: None, tensors: object, *__: object, **___: object) -> None:
         self._steps.after_backward()
-        self._losses.after_backward(_listed(tensors))
+        self._losses.after_backward(_roots(tensors))
 
 
-def _listed(tensors: Any) -> list[Any]:
-    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+def _roots(tensors: object) -> list[torch.Tensor]:
+    """List the tensors that a backward pass starts from; graph edges are left out."""
+    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [root for root in listed if isinstance(root, torch.Tensor)]
