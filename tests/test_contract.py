@@ -25,14 +25,15 @@ class Good:
     wants = frozenset()
     precision = "float32"
 
-    def init(self):
-        return CountState(1024.0, 0)
+    @property
+    def bounds(self):
+        return buoy.Bounds(self.min_scale, self.max_scale)
+
+    def init(self, *, scale=None):
+        return CountState(1024.0 if scale is None else scale, 0)
 
     def foresee(self, state, loss, *, ops=None):
         return state
-
-    def applies(self, seen):
-        return seen.finite
 
     def update(self, state, seen, *, ops=None):
         ops = ops or buoy._core.ops.ops_of(seen.finite, state.scale)
@@ -99,7 +100,7 @@ class WrongOnArrays(Good):
 
 
 class Mutable(Good):
-    def init(self):
+    def init(self, *, scale=None):
         return State()
 
 
@@ -123,7 +124,7 @@ class Forgetful(Good):
 
 @dataclass(frozen=True, kw_only=True)
 class Starts(Good):
-    """The same policy, with the optional keyword of `init`."""
+    """The same policy, with a field for its start."""
 
     init_scale: float = 1024.0
 
@@ -144,6 +145,56 @@ class ReadsItsStart(Starts):
 class NeedsAStart(Starts):
     def init(self, *, scale=512.0):
         return CountState(self.init_scale if scale is None else scale, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbounded:
+    """What a policy was before there were `bounds` and the keyword of `init`."""
+
+    wants = frozenset()
+    precision = "float32"
+
+    def init(self):
+        return CountState(1024.0, 0)
+
+    def foresee(self, state, loss, *, ops=None):
+        return state
+
+    def update(self, state, seen, *, ops=None):
+        return state
+
+
+class Downwards(Good):
+    @property
+    def bounds(self):
+        return buoy.Bounds(8.0, 4.0)
+
+
+@pytest.mark.parametrize("given", [Unbounded(), Good, 3])
+def test_what_is_no_policy_is_refused_with_what_to_add(given):
+    """By `check_policy`, and wherever a policy is passed."""
+    expected = "Make a policy of the class: Good" if given is Good else "`bounds`, e.g."
+    with pytest.raises(ContractError, match=expected):
+        check_policy(given)
+    with pytest.raises(buoy.PolicyError, match=expected):
+        buoy.policy(given)
+
+
+def test_an_init_without_the_keyword_is_refused_with_what_to_write():
+    """Front ends start policies at the scale of a checkpoint."""
+
+    class Fixed(Good):
+        def init(self):
+            return CountState(1024.0, 0)
+
+    with pytest.raises(buoy.PolicyError, match=r"`def init\(self, \*, scale=None\)`"):
+        buoy.policy(Fixed())
+
+
+def test_bounds_that_are_none_are_refused():
+    """An empty range, or one that has 0 in it."""
+    with pytest.raises(buoy.PolicyError, match="positive and in order"):
+        check_policy(Downwards())
 
 
 def test_a_sound_policy_of_a_third_party_passes():

@@ -24,17 +24,15 @@ class _Tiny:
     factor: float = 2.0
     wants: frozenset[str] = frozenset({"loss", "amax_log2"})
     precision = "float32"
+    bounds = buoy.Bounds()
 
-    def init(self):
+    def init(self, *, scale=None):
         return _State(scale=8.0, count=0)
 
     def foresee(self, state, loss, *, ops=None):
         ops = ops or buoy.ops_of(loss)
         size = ops.floor(ops.log2(loss))
         return replace(state, scale=ops.where(size > 3.0, 1.0, state.scale))
-
-    def applies(self, seen):
-        return seen.finite
 
     def update(self, state, seen, *, ops=None):
         ops = ops or buoy.ops_of(seen.finite)

@@ -47,7 +47,6 @@ BAD = [
     (buoy.Headroom, "max_log2", "abc"),
     (Static, "init_scale", 1e300),
     (Static, "init_scale", 0.0),
-    (Static, "skip", 1),
     (LogNormal, "mean_decay", 1.0),
     (LogNormal, "variance_decay", 0.0),
     (LogNormal, "deviations", -1.0),
@@ -214,13 +213,6 @@ def test_lognormal_ignores_steps_that_say_nothing():
 
     for amax in (-math.inf, math.nan, None):
         assert state == policy.update(state, Seen(finite=True, amax_log2=amax))
-
-
-def test_static_without_skip_applies_everything():
-    """The peers that do not check are reproduced by `skip=False`."""
-    assert Static(skip=False).applies(Seen(finite=False)) is True
-    assert Static().applies(Seen(finite=False)) is False
-    assert NoScaling().applies(Seen(finite=False)) is False
 
 
 def test_giving_up_carries_the_state_to_go_on_from():

@@ -216,5 +216,5 @@ def test_clashes_are_errors_and_built_in_names_cannot_be_taken(tmp_path):
         """,
     )
 
-    assert result.stdout.startswith("PeerBackoff\n"), result.stderr
+    assert result.stdout.startswith("TorchRule\n"), result.stderr
     assert "plugin_c, plugin_d" in result.stdout

@@ -8,6 +8,7 @@ import pytest
 
 import buoy
 from buoy._core.bounds import bounds_of, foreseen, initial, moved
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN
 from buoy._core.state import map_state
 from buoy.trace import Trace
@@ -31,13 +32,19 @@ class Broken:
     bad: float = math.nan
     at: str = "update"
     init_scale: float = 8.0
+    max_scale: float = FLOAT32_MAX
 
     wants = frozenset({"loss"})
     precision = "float32"
 
-    def init(self):
+    @property
+    def bounds(self):
+        """The usual ones."""
+        return buoy.Bounds(high=self.max_scale)
+
+    def init(self, *, scale=None):
         """Start."""
-        return BrokenState(self.bad if self.at == "init" else self.init_scale)
+        return BrokenState(self.bad if self.at == "init" else scale or self.init_scale)
 
     def foresee(self, state, loss, *, ops=None):
         """Replace the scale."""
@@ -46,10 +53,6 @@ class Broken:
     def update(self, state, seen, *, ops=None):
         """Replace the scale."""
         return self._wrong(state) if self.at == "update" else state
-
-    def applies(self, seen):
-        """Apply finite steps."""
-        return seen.finite
 
     def _wrong(self, state):
         bad = state.scale * 0.0 + self.bad
@@ -108,7 +111,6 @@ def test_a_scale_beyond_the_bounds_becomes_the_bound(backend):
     @dataclass(frozen=True)
     class Endless(Broken):
         factor: float = 0.5
-        max_scale: float = 1.0
 
         def update(self, state, seen, *, ops=None):
             return replace(state, scale=state.scale * self.factor)
@@ -152,7 +154,7 @@ def test_a_computed_scale_is_kept_within_the_bounds_too():
 
     @dataclass(frozen=True)
     class ByExponent(Broken):
-        def init(self):
+        def init(self, *, scale=None):
             return Exponent(3.0)
 
         def update(self, state, seen, *, ops=None):

@@ -1,14 +1,13 @@
 """Every policy and preset starts at any scale, also one that only a device knows."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import buoy
-from buoy._core.policies.start import started
 from buoy._core.state import map_state
 
 NAMES = sorted(buoy.policies())
@@ -145,21 +144,3 @@ def test_a_traced_scale_is_a_start(name):
             state = begin(jax.numpy.float32(scale))
 
             assert same(state, policy.init(scale=scale))
-
-
-@dataclass(frozen=True)
-class Fixed(buoy.Static):
-    """A third party's policy, from before there was the keyword."""
-
-    def init(self):
-        return buoy.Static.init(self)
-
-
-def test_a_policy_without_the_keyword_is_started_by_its_field():
-    """From plain numbers that works; from a device it is refused, with the reason."""
-    torch = pytest.importorskip("torch")
-
-    assert 8.0 == started(Fixed(), 8.0).scale
-    assert 8.0 == started(buoy.Static(), 8.0).scale
-    with pytest.raises(buoy.PolicyError, match="takes no keyword `scale`"):
-        started(Fixed(), torch.tensor(8.0))

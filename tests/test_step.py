@@ -146,8 +146,8 @@ def test_the_contract_suite_offers_what_any_measurement_gives(monkeypatch):
 
     sizes, shares = [], []
     monkeypatch.setattr("buoy.testing.Seen", Wider)
-    for name in ("median_log2", "sparsity"):
-        monkeypatch.setitem(MEASUREMENTS, name, Measurement(name))
+    for one in (Measurement("median_log2", in_log2=True), Measurement("sparsity")):
+        monkeypatch.setitem(MEASUREMENTS, one.name, one)
     check_policy(Placing(), backends=("numpy",), examples=20)
     assert sizes
     assert shares
@@ -218,18 +218,6 @@ def test_one_factor_unscales_and_clips(max_norm, factor):
     assert factor == pytest.approx(decided.factor, rel=1e-6)
 
 
-def test_a_policy_may_refuse_a_finite_step():
-    """`applies` is a veto."""
-
-    class Reluctant(buoy.Static):
-        def applies(self, seen):
-            return False
-
-    policy = Reluctant()
-    decided = decide(policy, policy.init(), buoy.Seen(True), inverse=1.0, ops=PLAIN)
-    assert decided.applied is False
-
-
 @given(norms, st.one_of(st.floats(0.0, 3e38), st.just(math.inf)))
 def test_a_clip_factor_never_enlarges_and_is_a_number(norm, max_norm):
     """Whatever the norm is: between 0 and 1."""
@@ -263,10 +251,3 @@ def test_clip_factors(backend, norm, max_norm, factor):
 def test_a_norm_that_cannot_be_summed_is_bounded(order, bound):
     """By the largest element and how many there are."""
     assert bounded_norm(3.0, 4, order) == bound
-
-
-def test_a_policy_that_never_skips_still_is_a_policy():
-    """What a peer does is still said by `applies`."""
-    policy = buoy.Static(skip=False)
-    check_policy(policy)
-    assert policy.applies(buoy.Seen(finite=False))

@@ -263,7 +263,6 @@ POLICIES = {
     "backoff": buoy.Backoff(growth_interval=20),
     "lognormal": buoy.policy("lognormal"),
     "static": buoy.policy("static", init_scale=2.0**13),
-    "static, unchecked": buoy.Static(init_scale=2.0**13, skip=False),
     "none": buoy.policy("none"),
     "torch": buoy.policy("torch", growth_interval=25),
     "apex": buoy.policy("apex", scale_window=20),

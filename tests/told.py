@@ -22,18 +22,16 @@ class Told:
     wants: frozenset = frozenset({"loss_finite"})
     precision: str = "float32"
 
-    def init(self):
+    bounds = buoy.Bounds()
+
+    def init(self, *, scale=None):
         """Start with nothing told."""
-        return ToldState(scale=1024.0, told=UNKNOWN)
+        return ToldState(scale=1024.0 if scale is None else scale, told=UNKNOWN)
 
     def foresee(self, state, loss, *, ops=None):
         """Do not look ahead."""
         del loss, ops
         return state
-
-    def applies(self, seen):
-        """Apply finite steps."""
-        return seen.finite
 
     def update(self, state, seen, *, ops=None):
         """Keep what was told."""

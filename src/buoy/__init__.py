@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from buoy._core.policies.importers import Imported, import_state
     from buoy._core.policies.lognormal import LogNormal
     from buoy._core.policies.loss_ahead import LossAhead
-    from buoy._core.policies.policy import Policy
+    from buoy._core.policies.policy import Bounds, Policy
     from buoy._core.policies.registry import policies, policy
     from buoy._core.policies.static import NoScaling, Static
     from buoy._core.replay.compare import Replayed, oracle, replay
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMATS",
     "Backoff",
+    "Bounds",
     "BuoyError",
     "CallOrderError",
     "Format",
@@ -95,7 +96,7 @@ _HOMES = {
     "_core.policies.lognormal": "LogNormal",
     "_core.policies.loss_ahead": "LossAhead",
     "_core.ops": "Ops ops_of",
-    "_core.policies.policy": "Policy",
+    "_core.policies.policy": "Bounds Policy",
     "_core.policies.registry": "policies policy",
     "_core.replay.compare": "Replayed oracle replay",
     "_core.state": "Seen Step Verdict",

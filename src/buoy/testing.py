@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from buoy._core.bounds import bounds_of
 from buoy._core.codec import decode, encode, register
 from buoy._core.errors import BuoyError, MissingBackendError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar
-from buoy._core.policies.policy import Policy
-from buoy._core.policies.start import init_takes_scale
+from buoy._core.policies.policy import lacks
 from buoy._core.state import Seen, map_state
 from buoy._core.step import MEASUREMENTS
 
@@ -63,8 +63,8 @@ def _fail(clause: str, detail: str) -> ContractError:
 
 
 def _check_shape(policy: Any) -> None:
-    if not isinstance(policy, Policy) or isinstance(policy, type):
-        raise _fail("policy", f"{policy!r} lacks methods or attributes of a policy")
+    if problem := lacks(policy):
+        raise _fail("policy", f"{policy!r} is none. {problem}")
     for thing, what in ((policy, "policy"), (policy.init(), "state")):
         if not is_dataclass(thing) or isinstance(thing, type):
             raise _fail("frozen", f"the {what} must be a dataclass instance")
@@ -81,13 +81,11 @@ def _check_shape(policy: Any) -> None:
         )
 
 
-# --- starting elsewhere (optional) --------------------------------------------------
+# --- starting elsewhere --------------------------------------------------------------
 
 
 def _check_start(policy: Any) -> None:
-    """Check `init(scale=...)`, where a policy has that keyword."""
-    if not init_takes_scale(policy):
-        return
+    """Check `init(scale=...)`."""
     if policy.init(scale=None) != policy.init():
         raise _fail("init", "`scale=None` must mean the same as no `scale`")
     for exponent in (-4, 0, 3, 10, 15):
@@ -191,8 +189,7 @@ def _check_scale(policy: Any, state: Any, when: str) -> None:
     scale = state.scale
     if not (isinstance(scale, float) and math.isfinite(scale) and scale > 0.0):
         raise _fail("finite", f"after {when} the scale is {scale!r}")
-    low = getattr(policy, "min_scale", 0.0)
-    high = getattr(policy, "max_scale", math.inf)
+    low, high, _ = bounds_of(policy)
     if not low <= scale <= high:
         raise _fail("bounds", f"after {when} {scale!r} is outside {low!r}..{high!r}")
 
@@ -200,9 +197,9 @@ def _check_scale(policy: Any, state: Any, when: str) -> None:
 def _seen(policy: Any, event: Event) -> Seen:
     finite, size, share, loss = event
     values = {
-        name: size if name.endswith("_log2") else share
-        for name in MEASUREMENTS
-        if name in policy.wants
+        one.name: size if one.in_log2 else share
+        for one in MEASUREMENTS.values()
+        if one.name in policy.wants
     }
     if "sparse" in policy.wants and loss > 1.0:
         values["amax_log2"] = math.nan  # not measured in every step that clips

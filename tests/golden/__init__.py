@@ -38,6 +38,13 @@ class Golden:
         counts = self.attempts or [1] * len(self.seen)
         return [total - 1 for total in accumulate(counts)][: len(self.scales)]
 
+    @property
+    def unchecked(self) -> bool:
+        """Whether the peer applies every step, as some do with a fixed scale."""
+        fixed_apex = self.preset == "apex" and "loss_scale" in self.params
+        fixed_keras = self.preset == "tf_keras" and not self.params.get("dynamic", True)
+        return fixed_apex or fixed_keras
+
     def policy(self) -> buoy.Policy:
         """Make the preset with the peer's own parameters."""
         return buoy.policy(self.preset, **self.params)

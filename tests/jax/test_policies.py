@@ -126,8 +126,7 @@ def assert_same(policy, trace, scales, applied, collapsed):
     else:  # a measured size is a float32, those of the traces are not
         np.testing.assert_allclose(shown[:until], expected[:until], 1e-4, err_msg=what)
     finite = np.array([event == "1" for event in trace.seen])[ends]
-    if getattr(policy, "skip", True):
-        np.testing.assert_array_equal(applied[ends], finite, what)
+    np.testing.assert_array_equal(applied[ends], finite, what)
     flagged = np.flatnonzero(collapsed)
     if beyond.size:
         return

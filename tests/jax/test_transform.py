@@ -217,13 +217,12 @@ def test_what_unscaling_makes_of_gradients_is_checked_too():
 @pytest.mark.parametrize(
     "policy",
     [
-        buoy.Static(init_scale=1.0, skip=False),
         buoy.policy("apex", loss_scale=128.0),
         buoy.policy("tf_keras", dynamic=False, initial_scale=8.0),
     ],
 )
 def test_no_policy_has_a_step_applied_that_is_not_finite(policy):
-    """Though these say that their peer would: weights and state stay finite."""
+    """Though the peers of these would: weights and state stay finite."""
     tx = loss_scaled(optax.sgd(1.0, momentum=0.9), policy)
     before = tx.init(jnp.ones(2))
     updates, state = tx.update(jnp.full(2, jnp.inf), before)

@@ -16,7 +16,7 @@ from tests.test_trajectory import (
 )
 
 STEPS = 160
-NAMES = ["headroom", "backoff", "static", "static, unchecked", "none", "keras", "tf"]
+NAMES = ["headroom", "backoff", "static", "apex, static", "none", "keras", "tf"]
 NAMES += ["torch", "flax", "megatron", "nemo"]
 
 

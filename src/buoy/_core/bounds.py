@@ -7,56 +7,38 @@ the policy.  On arrays nothing can be raised: the step leaves the state unchange
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.ops import PLAIN, Ops, Scalar, single
-from buoy._core.policies.policy import Policy
+from buoy._core.ops import PLAIN, Ops, Scalar, ops_of, single
+from buoy._core.policies.policy import Bounds, Policy
 from buoy._core.state import Seen, map_state, stores_scale
 
-__all__ = ["MIN_SCALE", "Bounds", "bounds_of", "foreseen", "initial", "kept", "moved"]
-
-MIN_SCALE = 2.0**-24  # the floor of policies that have none
+__all__ = ["bounds_of", "foreseen", "initial", "moved"]
 
 
-class Bounds(NamedTuple):
-    """The lowest and the highest scale of a policy."""
-
-    low: float
-    high: float
-    peer: bool  # reproduces an existing scaler, with its faults: they are not errors
-    policy: str  # the name of its class
-
-
-def bounds_of(policy: Any) -> Bounds:
-    """Return the bounds of a policy: its own, if it has any.
-
-    Peers may start outside of theirs, and some ignore them: for these the floor is at
-    most 2^-24.
+def bounds_of(policy: Policy) -> Bounds:
+    """Return the bounds of a policy, rounded outwards to float32, as states are.
 
     Example:
         >>> from buoy import Headroom
-        >>> bounds_of(Headroom(min_scale=1.0))
-        Bounds(low=1.0, high=1.8446744073709552e+19, peer=False, policy='Headroom')
+        >>> bounds_of(Headroom(min_scale=1.0, max_scale=1024.0))
+        Bounds(low=1.0, high=1024.0, peer=False)
     """
-    low, high = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    start = float(policy.init().scale)
-    if not isinstance(low, (int, float)) or not 0.0 < low < math.inf:
-        low = min(MIN_SCALE, start) if start > 0.0 else MIN_SCALE
-    if not isinstance(high, (int, float)) or not low <= high <= FLOAT32_MAX:
-        high = FLOAT32_MAX
-    peer = bool(getattr(policy, "reproduces_peer", False))
-    if peer:
-        quirks = getattr(policy, "quirks", None)
-        floored = quirks is None or quirks.at_min != "none"
-        low, high = min(low, MIN_SCALE) if floored else MIN_SCALE, FLOAT32_MAX
-    # Where states are float32, so are their bounds: rounded outwards.
-    low, high = min(low, single(low)), min(max(high, single(high)), FLOAT32_MAX)
-    return Bounds(float(low), float(high), peer, type(policy).__name__)
+    low, high, peer = policy.bounds
+    if not 0.0 < low <= high:
+        message = (
+            f"{type(policy).__name__}: `bounds` must be positive and in order, "
+            f"got {low!r} .. {high!r}."
+        )
+        raise PolicyError(message)
+    low = min(low, single(low))
+    high = min(max(high, single(high)), FLOAT32_MAX)
+    return Bounds(low, high, peer)
 
 
-def initial(policy: Policy) -> Any:
+def initial(policy: Policy, scale: Scalar = None) -> Any:
     """Return the policy's initial state; raise if its scale cannot be used.
 
     Example:
@@ -64,9 +46,9 @@ def initial(policy: Policy) -> Any:
         >>> initial(Static(init_scale=8.0))
         StaticState(scale=8.0)
     """
-    state = policy.init()
-    if not _usable(state.scale):
-        raise _unusable(type(policy).__name__, "init", None, state.scale)
+    state = policy.init(scale=scale)
+    if ops_of(state.scale) is PLAIN and not _usable(state.scale):
+        raise _unusable(policy, "init", None, state.scale)
     return state
 
 
@@ -75,7 +57,7 @@ def foreseen(
 ) -> Any:
     """Return the policy's state for this step's loss, its scale within the bounds."""
     after = policy.foresee(state, loss, ops=ops)
-    return kept(after, state, bounds or bounds_of(policy), ops, "foresee")
+    return _kept(policy, after, state, bounds or bounds_of(policy), ops, "foresee")
 
 
 def moved(
@@ -99,13 +81,13 @@ def moved(
         after = policy.update(state, seen, ops=ops)
     except ScaleCollapsedError as error:
         if error.state is not None:
-            error.state = kept(error.state, state, bounds, ops)
+            error.state = _kept(policy, error.state, state, bounds, ops, "update")
         raise
-    return kept(after, state, bounds, ops)
+    return _kept(policy, after, state, bounds, ops, "update")
 
 
-def kept(
-    after: Any, before: Any, bounds: Bounds, ops: Ops, method: str = "update"
+def _kept(
+    policy: Policy, after: Any, before: Any, bounds: Bounds, ops: Ops, method: str
 ) -> Any:
     """Return a policy's new state with its scale within the bounds.
 
@@ -115,8 +97,9 @@ def kept(
     if ops is PLAIN:
         if type(after.scale) is float and bounds.low <= after.scale <= bounds.high:
             return after
-        return _kept_plain(after, before, bounds, method)
-    usable, stored = after.scale > 0.0, stores_scale(after)
+        return _kept_plain(policy, after, before, bounds, method)
+    stored = stores_scale(after)
+    usable = after.scale > 0.0
     if not stored:
         usable = (after.scale >= bounds.low) & (after.scale <= bounds.high)
 
@@ -130,9 +113,11 @@ def kept(
     return replace(state, scale=ops.where(scale < bounds.high, scale, bounds.high))
 
 
-def _kept_plain(after: Any, before: Any, bounds: Bounds, method: str) -> Any:
+def _kept_plain(
+    policy: Policy, after: Any, before: Any, bounds: Bounds, method: str
+) -> Any:
     if not _usable(after.scale) and not bounds.peer:
-        raise _unusable(bounds.policy, method, before.scale, after.scale)
+        raise _unusable(policy, method, before.scale, after.scale)
     state = after if after.scale > 0.0 else before
     scale = min(max(bounds.low, state.scale), bounds.high)  # NaN: the lower bound
     if scale == state.scale:
@@ -145,11 +130,11 @@ def _usable(scale: Any) -> bool:
     return number and 0.0 < scale < math.inf
 
 
-def _unusable(policy: str, method: str, before: Any, after: Any) -> PolicyError:
+def _unusable(policy: Policy, method: str, before: Any, after: Any) -> PolicyError:
     was = "" if before is None else f"; it was {before!r}"
     return PolicyError(
-        f"The policy {policy} returned a scale of {after!r} from `{method}`{was}. A "
-        "scale must be a positive finite number, or the gradients of the next steps "
-        "are lost. Correct the policy; `buoy.testing.check_policy` shows the history "
-        "that leads there."
+        f"The policy {type(policy).__name__} returned a scale of {after!r} from "
+        f"`{method}`{was}. A scale must be a positive finite number, or the gradients "
+        "of the next steps are lost. Correct the policy; `buoy.testing.check_policy` "
+        "shows the history that leads there."
     )

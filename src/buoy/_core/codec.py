@@ -58,7 +58,7 @@ def encode(value: Any) -> dict[str, Any]:
     Example:
         >>> from buoy._core.policies.static import Static
         >>> encode(Static(init_scale=8.0))
-        {'buoy': 1, 'kind': 'Static', 'init_scale': 8.0, 'skip': True}
+        {'buoy': 1, 'kind': 'Static', 'init_scale': 8.0}
     """
     return {"buoy": VERSION, **_encode(value)}
 
@@ -67,8 +67,8 @@ def decode(saved: Any) -> Any:
     """Decode the result of `encode`.
 
     Example:
-        >>> decode({"buoy": 1, "kind": "Static", "init_scale": 8.0, "skip": True})
-        Static(init_scale=8.0, skip=True)
+        >>> decode({"buoy": 1, "kind": "Static", "init_scale": 8.0})
+        Static(init_scale=8.0)
     """
     if not isinstance(saved, dict) or "buoy" not in saved:
         message = (

@@ -29,7 +29,6 @@ __all__ = [
     "bounded_norm",
     "clip_factor",
     "decide",
-    "is_applied",
     "sample_stride",
     "schedule",
 ]
@@ -56,6 +55,7 @@ class Measurement:
     """
 
     name: str  # as in `Policy.wants`, and the field of `Seen`
+    in_log2: bool = False  # a front end measures x, and policies get log2(x)
     every: int = 1
     phase: int = 0
     first: int = 0
@@ -71,7 +71,7 @@ class Measurement:
 MEASUREMENTS = {
     measurement.name: measurement
     for measurement in (
-        Measurement("amax_log2"),
+        Measurement("amax_log2", in_log2=True),
         # Counting small gradients costs a separate pass over a sample of them.
         Measurement("underflow", every=16, phase=15),
     )
@@ -80,7 +80,7 @@ MEASUREMENTS = {
 
 # Beside the norm, the largest gradient is one more pass over memory.  An odd period
 # meets both of two tasks that alternate.
-_SPARSE = Measurement("amax_log2", every=3, first=16)
+_SPARSE = Measurement("amax_log2", in_log2=True, every=3, first=16)
 
 
 def schedule(wants: frozenset[str], *, clips: bool) -> dict[str, Measurement]:
@@ -106,16 +106,13 @@ def as_wanted(
 ) -> dict[str, Scalar]:
     """Return measurements as policies read them, for the fields of `Seen`.
 
-    For a name that ends in `_log2`, backends measure the value, and policies get its
-    logarithm.
-
     Example:
         >>> from buoy._core.ops import PLAIN
         >>> as_wanted({"amax_log2": 8.0, "underflow": 0.25}, PLAIN.log2)
         {'amax_log2': 3.0, 'underflow': 0.25}
     """
     return {
-        name: log2(value) if name.endswith("_log2") else value
+        name: log2(value) if MEASUREMENTS[name].in_log2 else value
         for name, value in measured.items()
     }
 
@@ -190,27 +187,11 @@ def decide(
         >>> decided.applied, decided.state.scale, decided.factor
         (False, 4.0, 0.125)
     """
-    applied = is_applied(policy, seen)
     after = moved(policy, state, seen, ops=ops)
     factor = inverse
     if max_norm is not None:
         factor = inverse * clip_factor(norm, max_norm, ops)
-    return Decision(applied, after, factor)
-
-
-def is_applied(policy: Policy, seen: Seen) -> Scalar:
-    """Return whether a step is applied: only if it is finite and the policy agrees.
-
-    `policy.applies` can veto a finite step, but not apply a non-finite one; presets
-    that return True for it reproduce a peer that does not check.
-
-    Example:
-        >>> from buoy import Static
-        >>> policy, seen = Static(skip=False), Seen(finite=False)
-        >>> policy.applies(seen), is_applied(policy, seen)
-        (True, False)
-    """
-    return seen.finite & policy.applies(seen)
+    return Decision(seen.finite, after, factor)
 
 
 def clip_factor(norm: Scalar, max_norm: Scalar, ops: Ops) -> Scalar:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from buoy._core.bounds import MIN_SCALE
 from buoy._core.errors import OptionError, StuckError, StuckWarning
+from buoy._core.policies.policy import MIN_SCALE
 from buoy._core.step import Row
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy._core.warn import warn

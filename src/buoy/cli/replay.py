@@ -93,7 +93,6 @@ def _as_dict(result: Replayed) -> dict[str, Any]:
         "policy": None if result.policy is None else describe(result.policy),
         "steps": result.steps,
         "skipped": result.skipped,
-        "let_through": result.let_through,
         "weight_underflow": result.weight_underflow,
         "activation_underflow": result.activation_underflow,
         "first_scale": result.first_scale,
@@ -124,12 +123,6 @@ def _print(trace: Trace, results: Iterable[Replayed]) -> None:
         if result.collapsed_at is not None:
             name = printable(result.name)
             click.echo(f"{name} gave up at step {result.collapsed_at}.")
-        if result.let_through:
-            steps = result.let_through
-            click.echo(
-                f"{printable(result.name)} itself applies {steps} of these steps "
-                "although they are not finite; with Buoy they are skipped."
-            )
 
 
 def _row(result: Replayed) -> tuple[str, ...]:

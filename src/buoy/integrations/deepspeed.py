@@ -56,7 +56,7 @@ class LossScaler:
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:
-        self.state = self.policy.init(scale=float(value))  # type: ignore[call-arg]
+        self.state = self.policy.init(scale=float(value))
         self.next = None
 
     loss_scale = cur_scale

@@ -13,7 +13,6 @@ from buoy._core.errors import CallOrderError, OptionError
 from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
-from buoy._core.policies.start import started
 from buoy._core.step import Row
 from buoy._core.verdicts import Verdict
 from buoy.keras.backend import (
@@ -347,7 +346,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "The optimizer has no variables yet. Call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
-        state = started(self.policy, scale)
+        state = self.policy.init(scale=scale)
         if hasattr(state, "clean_steps"):
             clean = int(kops.convert_to_numpy(self.step_counter))
             state = replace(state, clean_steps=clean)

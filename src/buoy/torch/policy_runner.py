@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.bounds import Bounds, bounds_of, foreseen, initial, moved
+from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, single
-from buoy._core.policies.policy import Policy, finite_only
-from buoy._core.policies.start import started
+from buoy._core.policies.policy import Bounds, Policy
 from buoy._core.state import Seen, map_state
 from buoy._core.step import as_wanted
 from buoy.torch.loss_check import LOSS, NO_LOSS, loss_finite
@@ -67,7 +66,6 @@ class PolicyRunner:
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.bounds = policy, bounds_of(policy)
-        self.vetoes = getattr(policy.applies, "__func__", None) is not finite_only
         # A scale that follows the gradients' size must not follow clipped ones.
         self.follows_size = "amax_log2" in policy.wants and not self.bounds.peer
         self.state: Any = initial(policy)
@@ -86,9 +84,8 @@ class PolicyRunner:
         return single(min(self.state.scale, FLOAT32_MAX))
 
     def limits(self) -> tuple[float, float]:
-        """Return the bounds of a scale that is set: also those that a peer ignores."""
-        low = max(getattr(self.policy, "min_scale", 0.0), self.bounds.low)
-        return low, min(getattr(self.policy, "max_scale", FLOAT32_MAX), FLOAT32_MAX)
+        """Return the bounds of a scale that is set."""
+        return self.bounds.low, self.bounds.high
 
     def foresee(
         self,
@@ -117,13 +114,6 @@ class PolicyRunner:
         bounds = self._bounds_if(held, most)
         number = number.detach().reshape(()).to(home, non_blocking=True)
         self._keep(foreseen(policy, self.state, number, ops=ops, bounds=bounds))
-
-    def allows(self, evidence: Evidence) -> bool | torch.Tensor:
-        """Return whether the policy would apply these gradients if they are finite."""
-        seen = None if self.on_device else evidence._replace(finite=True).on_host()
-        seen = evidence.on_device() if seen is None else seen
-        allowed: bool | torch.Tensor = self.policy.applies(replace(seen, finite=True))
-        return allowed
 
     def update(self, evidence: Evidence, *, held: bool | torch.Tensor = False) -> None:
         """Update the state from the findings of a step.
@@ -202,7 +192,7 @@ class PolicyRunner:
         value = min(max(value, low), high)
         for start in (value, 2.0 ** math.floor(math.log2(value))):
             try:
-                return started(self.policy, start)
+                return self.policy.init(scale=start)
             except (TypeError, PolicyError):  # it cannot start there
                 continue
         return self.policy.init()
@@ -212,7 +202,7 @@ class PolicyRunner:
         low, high = self.limits()
         start = backend.ops().cast(scale.clamp(low, high), self.policy.precision)
         try:
-            state = started(self.policy, start)
+            state = self.policy.init(scale=start)
         except (TypeError, PolicyError):  # it needs a plain number
             state = self.started(backend.read([scale])[0])
         self.state = self._lifted(state, scale.device)

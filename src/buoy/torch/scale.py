@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.bounds import MIN_SCALE
 from buoy._core.codec import encode
 from buoy._core.errors import OptionError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import single
-from buoy._core.policies.policy import Policy
+from buoy._core.policies.policy import MIN_SCALE, Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.step import MEASUREMENTS
@@ -293,7 +292,7 @@ class Scale:
     def set(self, value: float | torch.Tensor) -> None:
         """Continue from this scale; an unusable tensor changes nothing."""
         now, runner = self.now(), self.runner
-        if runner is not None and not hasattr(runner.policy, "init_scale"):
+        if runner is not None and runner.bounds.low == runner.bounds.high:
             raise OptionError(
                 f"The policy {type(runner.policy).__name__} has no scale of its own to "
                 "set, so `update(new_scale)` would change nothing. Choose another "

@@ -41,7 +41,7 @@ from buoy.torch.hooks import Hooks
 from buoy.torch.iteration import Flags, Freshness, Iteration, Work, combined
 from buoy.torch.loss_check import LOSS, NO_LOSS
 from buoy.torch.optimizers import unscales
-from buoy.torch.policy_runner import SMALLEST, Evidence, PolicyRunner
+from buoy.torch.policy_runner import SMALLEST
 from buoy.torch.scale import Scale
 
 __all__ = ["Surveyor"]
@@ -191,12 +191,9 @@ class Surveyor:
         return agreed
 
     def settle(self, work: Work) -> None:
-        """Combine the findings of all ranks; ask the policy for a veto."""
+        """Combine the findings of all ranks."""
         if work.settle is not None:
             work.settle()
-        runner = self.scale.runner
-        if runner and runner.vetoes and work["stage"] is not OptState.STEPPED:
-            self._veto(work, runner)
 
     def foresee(self, loss: torch.Tensor | None) -> None:
         """Pass this iteration's first loss, the largest of all ranks, to the policy."""
@@ -360,14 +357,3 @@ class Surveyor:
         if multiplier is not None:
             with torch.no_grad():
                 multiply_(gathered or gather(work.optimizer), multiplier)
-
-    def _veto(self, work: Work, runner: PolicyRunner) -> None:
-        """Skip a finite step that the policy would not apply."""
-        home = self.scale.now().device
-        found = combined(work["found_inf_per_device"], home)
-        if found is None:
-            return
-        allowed = runner.allows(Evidence(found, None, work.measured))
-        if allowed is not True:
-            flag = torch.as_tensor(allowed, device=home).logical_not().float()
-            work.veto(flag, home)

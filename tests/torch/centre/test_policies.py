@@ -236,39 +236,6 @@ def test_a_scale_that_others_write_is_followed_where_it_cannot_be_read(
     assert [32.0, 32.0, 16.0] == [scale for scale, _ in seen]
 
 
-class Reluctant(buoy.Static):
-    """Applies nothing."""
-
-    def applies(self, seen):
-        return False
-
-
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-@pytest.mark.parametrize("visible", [True, False])
-@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_", "flags"])
-def test_a_policy_may_veto_a_finite_step(kind, visible, way, monkeypatch):
-    """However it came to be inspected; libraries see it in the flags."""
-    if not visible:
-        monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", policy=Reluctant(init_scale=8.0))
-    scaler.scale(loss_of(model, 0)).backward()
-    if way in ("unscale_", "flags"):
-        scaler.unscale_(optimizer)
-    if way == "clip_grad_norm_":
-        scaler.clip_grad_norm_(optimizer, 1.0)
-    if way == "flags":
-        (flag,) = scaler._found_inf_per_device(optimizer).values()
-        assert flag.item() == 1.0
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step.skipped
-    assert all(map(torch.equal, model.parameters(), net().parameters()))
-    assert scaler.get_scale() == 8.0
-    assert not visible or "applied=0, skipped=1" in repr(scaler)
-
-
 @pytest.mark.parametrize("clip", [False, True])
 def test_an_optimizer_without_gradients_is_measured_at_no_turn(clip):
     """Beside one that has some; small ones are counted at every 16th turn."""

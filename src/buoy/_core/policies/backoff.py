@@ -10,7 +10,7 @@ from buoy._core.policies.backoff_checks import (
     check_factors,
     scale_of_power,
 )
-from buoy._core.policies.policy import finite_only
+from buoy._core.policies.policy import Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -104,6 +104,11 @@ class Backoff:
         object.__setattr__(self, "constants", constants)
 
     @property
+    def bounds(self) -> Bounds:
+        """From `min_scale` to `max_scale`, as float32 holds them."""
+        return Bounds(self.constants.low, self.constants.high)
+
+    @property
     def wants(self) -> frozenset[str]:
         """Nothing, because this rule uses only `finite`."""
         return frozenset()
@@ -131,8 +136,6 @@ class Backoff:
         """Return the state unchanged: this rule does not use the loss."""
         del loss, ops
         return state
-
-    applies = finite_only
 
     def update(
         self, state: BackoffState, seen: Seen, *, ops: Ops | None = None

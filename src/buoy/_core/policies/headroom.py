@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from buoy._core.checks import number, ordered, power_of_two
 from buoy._core.ops import Ops, Precision, Scalar, ops_of
-from buoy._core.policies.policy import finite_only
+from buoy._core.policies.policy import Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -111,6 +111,11 @@ class Headroom:
         object.__setattr__(self, "top", math.floor(self.max_log2 * 64) / 64)
 
     @property
+    def bounds(self) -> Bounds:
+        """From `min_scale` to `max_scale`."""
+        return Bounds(self.min_scale, self.max_scale)
+
+    @property
     def wants(self) -> frozenset[str]:
         """The size of the gradients, the share of small ones, and the loss's state."""
         return frozenset({"amax_log2", "sparse", "underflow", "loss_finite"})
@@ -119,8 +124,6 @@ class Headroom:
     def precision(self) -> Precision:
         """float32, which holds every number of the state exactly."""
         return "float32"
-
-    applies = finite_only
 
     def init(self, *, scale: Scalar = None) -> HeadroomState:
         """Start at `init_scale` or `scale`, bounded and rounded to a power of two."""

@@ -12,11 +12,9 @@ from math import isfinite
 from typing import Any
 
 from buoy._core.errors import StateVersionError
-from buoy._core.formats import FLOAT32_MAX
 from buoy._core.policies.policy import Policy
-from buoy._core.policies.presets.peer import PeerBackoff
-from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.registry import policy as make_policy
+from buoy._core.policies.torch_rule import TorchRule
 
 __all__ = ["SOURCES", "Imported", "import_state"]
 
@@ -177,22 +175,18 @@ def _resumed(source: str, policy: Policy, scale: Any, **counters: Any) -> Import
             "saved weights for NaN."
         )
         raise StateVersionError(message)
-    state = policy.init()
-    if state.pending is not None:
-        counters["pending"] = scale
     counters = {name: int(value) for name, value in counters.items()}
-    return Imported(source, policy, replace(state, scale=scale, **counters))
+    state = replace(policy.init(), scale=scale, **counters)
+    return Imported(source, policy, state)
 
 
 @_source("torch", "scale growth_factor backoff_factor growth_interval _growth_tracker")
 def _torch(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
-    """Read `GradScaler.state_dict()`: torch's rule, with finite bounds."""
-    policy = PeerBackoff(
+    """Read `GradScaler.state_dict()`."""
+    policy = TorchRule(
         growth_factor=float(saved["growth_factor"]),
         backoff_factor=float(saved["backoff_factor"]),
         growth_interval=int(saved["growth_interval"]),
-        max_scale=FLOAT32_MAX,
-        quirks=Quirks(arithmetic="wide"),
         **parameters,
     )
     return _resumed(

@@ -10,7 +10,7 @@ from math import log
 
 from buoy._core.checks import boolean, number, ordered
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
-from buoy._core.policies.policy import finite_only
+from buoy._core.policies.policy import MIN_SCALE, Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -106,15 +106,22 @@ class LogNormal:
         )
 
     @property
-    def reproduces_peer(self) -> bool:
-        """Whether this is the published rule, whose scale is NaN after zeros."""
-        return not self.skip_zero
+    def bounds(self) -> Bounds:
+        """From `min_scale` to `max_scale`, as float32 holds them.
+
+        The published rule, whose scale is NaN after zeros, leaves them like other
+        peers do.
+        """
+        if not self.skip_zero:
+            return Bounds(min(self.min_scale, MIN_SCALE), peer=True)
+        return Bounds(self.constants.low, self.constants.high)
 
     @property
     def wants(self) -> frozenset[str]:
         """The size of the gradients, and whether the loss failed."""
-        wanted = {"amax_log2"}
-        return frozenset(wanted if self.reproduces_peer else {*wanted, "loss_finite"})
+        if not self.skip_zero:
+            return frozenset({"amax_log2"})
+        return frozenset({"amax_log2", "loss_finite"})
 
     @property
     def precision(self) -> Precision:
@@ -140,8 +147,6 @@ class LogNormal:
         """Return the state unchanged: this rule does not use the loss."""
         del loss, ops
         return state
-
-    applies = finite_only
 
     def update(
         self, state: LogNormalState, seen: Seen, *, ops: Ops | None = None

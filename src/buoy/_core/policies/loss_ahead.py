@@ -5,19 +5,18 @@ scale of that one step saves the step, and the wrapped policy need not learn fro
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from buoy._core.bounds import bounds_of
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.ops import Ops, Precision, Scalar, ops_of
-from buoy._core.policies.policy import Policy
-from buoy._core.policies.start import started
+from buoy._core.policies.policy import Bounds, Policy
 from buoy._core.policies.units import SIXTEENTH, floor_log2
 from buoy._core.state import Seen, stores_scale
+from buoy._core.step import MEASUREMENTS
 
-__all__ = ["LossAhead", "LossAheadState"]
+__all__ = ["LossAhead", "LossAheadState", "unwrapped"]
 
 # In binades: 1 binade is a factor of two.
 FADE = SIXTEENTH  # that the level of the loss falls in a step
@@ -89,15 +88,14 @@ class LossAhead:
         from buoy._core.policies.registry import policy as named  # noqa: PLC0415
 
         made = named(policy, **parameters)
-        low = max(bounds_of(made).low, getattr(made, "min_scale", 0.0))
+        low = math.ceil(math.log2(bounds_of(made).low))
         object.__setattr__(self, "policy", made)
-        object.__setattr__(self, "lowest", float(math.ceil(math.log2(low))))
+        object.__setattr__(self, "lowest", float(low))
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what else the policy has: its bounds, its parameters."""
-        if name.startswith("_") or name == "policy":
-            raise AttributeError(name)
-        return getattr(self.policy, name)
+    @property
+    def bounds(self) -> Bounds:
+        """The policy's."""
+        return self.policy.bounds
 
     @property
     def wants(self) -> frozenset[str]:
@@ -109,15 +107,9 @@ class LossAhead:
         """The policy's; every number that the wrapper adds is exact in float32."""
         return self.policy.precision
 
-    @property
-    def applies(self) -> Callable[[Seen], Scalar]:
-        """What the policy says about applying a step."""
-        return self.policy.applies
-
     def init(self, *, scale: Scalar = None) -> LossAheadState:
         """Start the policy, at `scale` if given."""
-        policy = self.policy
-        inner = policy.init() if scale is None else started(policy, scale)
+        inner = self.policy.init(scale=scale)
         return LossAheadState(
             scale=inner.scale,
             inner=inner,
@@ -167,6 +159,19 @@ class LossAhead:
         return replace(after, scale=inner.scale, inner=inner)
 
 
+def unwrapped(policy: Policy) -> Policy:
+    """Return the policy inside `LossAhead`, or the policy itself.
+
+    Example:
+        >>> from buoy import Static
+        >>> unwrapped(LossAhead(Static())) == unwrapped(Static()) == Static()
+        True
+    """
+    while isinstance(policy, LossAhead):
+        policy = policy.policy
+    return policy
+
+
 def _at_own_scale(state: LossAheadState, ops: Ops) -> Any:
     """Return the policy's state with the scale that it set.
 
@@ -180,9 +185,9 @@ def _at_own_scale(state: LossAheadState, ops: Ops) -> Any:
 def _at_scale_above(seen: Seen, jump: Scalar, ops: Ops) -> Seen:
     """Return what would have been seen at a scale that is 2^jump higher."""
     sizes = {
-        name: value + jump
-        for name in (item.name for item in fields(seen))
-        if name.endswith("_log2") and (value := getattr(seen, name)) is not None
+        one.name: value + jump
+        for one in MEASUREMENTS.values()
+        if one.in_log2 and (value := getattr(seen, one.name)) is not None
     }
     underflow = seen.underflow
     if underflow is not None:

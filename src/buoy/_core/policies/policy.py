@@ -6,12 +6,29 @@ lower the scale of the step whose loss it gets.  `buoy.testing.check_policy` che
 everything stated here.
 """
 
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Precision, Scalar
 from buoy._core.state import Seen
 
-__all__ = ["Policy", "State", "finite_only", "unwrapped"]
+__all__ = ["MIN_SCALE", "Bounds", "Policy", "State", "lacks"]
+
+MIN_SCALE = 2.0**-24  # the floor of policies that have none
+
+
+class Bounds(NamedTuple):
+    """The lowest and the highest scale of a policy.
+
+    Example:
+        >>> Bounds(high=2.0**15)
+        Bounds(low=5.960464477539063e-08, high=32768.0, peer=False)
+    """
+
+    low: float = MIN_SCALE
+    high: float = FLOAT32_MAX
+    peer: bool = False  # reproduces an existing scaler, with its faults: no errors
 
 
 class State(Protocol):
@@ -26,32 +43,32 @@ class State(Protocol):
 class Policy(Protocol):
     """A policy: frozen settings, and a pure rule that sets the scale.
 
-    `wants` names what the rule reads beyond `finite`: "amax_log2", "underflow",
-    "loss_finite", and "loss" (passed to `foresee`); with "sparse", steps that clip may
-    leave out "amax_log2", two of three times;
-    front ends provide only that.  `precision` is the dtype of the state's floats on
-    array backends.
-
     A rule must not branch on numbers (they may be tracers), read them on the host,
     or keep anything outside the state it returns.
     """
 
     @property
+    def bounds(self) -> Bounds:
+        """The lowest and the highest scale: front ends keep every scale within."""
+
+    @property
     def wants(self) -> frozenset[str]:
-        """What the rule reads beyond `finite`."""
+        """What the rule reads beyond `finite`; front ends provide only that.
+
+        "amax_log2", "underflow", "loss_finite", and "loss" (passed to `foresee`).
+        With "sparse", steps that clip may leave out "amax_log2", two of three times.
+        """
 
     @property
     def precision(self) -> Precision:
-        """The dtype of the state's floats; float32 if that is enough."""
+        """The dtype of the state's floats on array backends; float32 if enough."""
 
-    def init(self) -> Any:
+    def init(self, *, scale: Scalar = None) -> Any:
         """Return the state before the first step, of plain numbers.
 
-        May take an optional keyword `scale`, None by default: start there, within the
-        policy's bounds.  It is a plain number, or a scalar of an array backend, which
-        must not be read: compute what depends on it with `ops_of`; the rest stays
-        plain.  Policies without it are started by
-        `dataclasses.replace(policy, init_scale=...)`, from plain numbers only.
+        With `scale`, start there, within the policy's bounds.  It is a plain number,
+        or a scalar of an array backend, which must not be read: compute what depends
+        on it with `ops_of`; the rest stays plain.
         """
 
     def foresee(self, state: Any, loss: Scalar, *, ops: Ops | None = None) -> Any:
@@ -60,18 +77,33 @@ class Policy(Protocol):
     def update(self, state: Any, seen: Seen, *, ops: Ops | None = None) -> Any:
         """Return the state for the next step, from the findings of this step."""
 
-    def applies(self, seen: Seen) -> Scalar:
-        """Return whether to apply the step; usually `seen.finite`."""
+
+_MEMBERS = {  # what each looks like, for somebody who has to write it
+    "bounds": "bounds = buoy.Bounds(low=2.0**-24, high=2.0**15)",
+    "wants": "wants = frozenset()",
+    "precision": 'precision = "float32"',
+    "init": "def init(self, *, scale=None)",
+    "foresee": "def foresee(self, state, loss, *, ops=None)",
+    "update": "def update(self, state, seen, *, ops=None)",
+}
 
 
-def unwrapped(policy: Any) -> Any:
-    """Return the policy inside a wrapper such as `LossAhead`, or the policy itself."""
-    while hasattr(policy, "policy"):
-        policy = policy.policy
-    return policy
+def lacks(given: Any) -> str:
+    """Return what an object must get to be a policy; "" if it is one.
 
-
-def finite_only(policy: Any, seen: Seen) -> Scalar:
-    """Apply finite steps only: what most policies have for `applies`."""
-    del policy
-    return seen.finite
+    Example:
+        >>> from buoy import Static
+        >>> lacks(Static())
+        ''
+        >>> lacks(3)[:42]
+        'A policy has `bounds`, e.g. `bounds = buoy'
+    """
+    if isinstance(given, type):
+        return f"Make a policy of the class: {given.__name__}(...)."
+    missing = [name for name in _MEMBERS if not hasattr(given, name)]
+    if not missing and "scale" not in inspect.signature(given.init).parameters:
+        missing = ["init"]
+    if not missing:
+        return ""
+    parts = [f"`{name}`, e.g. `{_MEMBERS[name]}`" for name in missing]
+    return f"A policy has {'; '.join(parts)}."

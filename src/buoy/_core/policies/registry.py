@@ -15,10 +15,11 @@ from buoy._core.policies.backoff import Backoff
 from buoy._core.policies.headroom import Headroom
 from buoy._core.policies.lognormal import LogNormal
 from buoy._core.policies.loss_ahead import LossAhead
-from buoy._core.policies.policy import Policy
+from buoy._core.policies.policy import Policy, lacks
 from buoy._core.policies.presets import PRESETS, PeerBackoff, Quirks
 from buoy._core.policies.presets.table import check
 from buoy._core.policies.static import NoScaling, Static
+from buoy._core.policies.torch_rule import TorchRule
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -48,7 +49,7 @@ CLASSES: dict[str, type[Any]] = {
 
 def saved_classes() -> tuple[type[Any], ...]:
     """Return the classes of built-in policies and states, for saving and loading."""
-    policies: tuple[type[Any], ...] = (*CLASSES.values(), PeerBackoff)
+    policies: tuple[type[Any], ...] = (*CLASSES.values(), PeerBackoff, TorchRule)
     states = dict.fromkeys(map(state_class, policies))
     return (*policies, Quirks, *states)
 
@@ -181,10 +182,9 @@ def _guess(word: str, words: Iterable[str]) -> str:
 
 
 def _passed(given: Any, parameters: dict[str, Any]) -> Policy:
-    if not isinstance(given, Policy) or isinstance(given, type):
+    if problem := lacks(given):
         message = (
-            f"`policy` must be a policy or the name of one, got {given!r}. "
-            "A policy has the methods `init`, `foresee`, `update` and `applies`."
+            f"`policy` must be a policy or the name of one, got {given!r}. {problem}"
         )
         raise PolicyError(message)
     if parameters:
@@ -193,7 +193,8 @@ def _passed(given: Any, parameters: dict[str, Any]) -> Policy:
             "Set it where the object is made, or use `dataclasses.replace`."
         )
         raise PolicyError(message)
-    return given
+    made: Policy = given
+    return made
 
 
 def _built(

@@ -1,15 +1,11 @@
 """Start a policy at a given scale, on the host or on the device."""
 
-import inspect
 import math
-from dataclasses import replace
-from typing import Any
 
 from buoy._core.errors import PolicyError
 from buoy._core.ops import PLAIN, Precision, Scalar, ops_of, register_backends
-from buoy._core.policies.policy import Policy
 
-__all__ = ["bounded", "exponent_of", "init_takes_scale", "started"]
+__all__ = ["bounded", "exponent_of"]
 
 
 def bounded(scale: Scalar, low: float, high: float, precision: Precision) -> Scalar:
@@ -44,38 +40,3 @@ def exponent_of(scale: Scalar) -> Scalar:
     exponent = ops.log2(scale)
     whole = ops.floor(exponent + 0.5)
     return ops.where(ops.exp2(whole) == scale, whole, exponent)
-
-
-def init_takes_scale(policy: Any) -> bool:
-    """Return whether the policy's `init` takes the optional keyword `scale`."""
-    return "scale" in inspect.signature(policy.init).parameters
-
-
-def started(policy: Policy, scale: Scalar) -> Any:
-    """Return the initial state of any policy at this scale.
-
-    A policy whose `init` has no keyword `scale` is started through its field
-    `init_scale`, which needs a plain number.
-
-    Example:
-        >>> from buoy._core.policies.static import Static
-        >>> started(Static(), 8.0)
-        StaticState(scale=8.0)
-    """
-    if init_takes_scale(policy):
-        return policy.init(scale=scale)  # type: ignore[call-arg]
-    name = type(policy).__name__
-    if ops_of(scale) is not PLAIN:
-        message = (
-            f"{name} cannot start at a scale that is on a device: its `init` takes no "
-            "keyword `scale`. Add it, or set the scale from a plain number."
-        )
-        raise PolicyError(message)
-    try:
-        return replace(policy, init_scale=scale).init()  # type: ignore[type-var]
-    except TypeError as error:
-        message = (
-            f"{name} cannot start at {scale!r}: its `init` takes no keyword `scale`, "
-            "and it has no field `init_scale`."
-        )
-        raise PolicyError(message) from error

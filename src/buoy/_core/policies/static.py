@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from buoy._core.checks import boolean, number
+from buoy._core.checks import number
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, register_backends
-from buoy._core.policies.policy import finite_only
+from buoy._core.policies.policy import MIN_SCALE, Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
@@ -58,16 +58,19 @@ class Static(_Still):
     Example:
         >>> policy = Static(init_scale=128.0)
         >>> state = policy.update(policy.init(), Seen(finite=False))
-        >>> state.scale, policy.applies(Seen(finite=False))
-        (128.0, False)
+        >>> state.scale
+        128.0
     """
 
     init_scale: float = 2.0**10
-    skip: bool = True  # False applies all steps, as apex and Keras 2 do
 
     def __post_init__(self) -> None:
         number(self, "init_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
-        boolean(self, "skip")
+
+    @property
+    def bounds(self) -> Bounds:
+        """Every scale that can be set, from 2^-24 or `init_scale` on."""
+        return Bounds(low=min(MIN_SCALE, self.init_scale))
 
     def init(self, *, scale: Scalar = None) -> StaticState:
         """Start at the scale that will stay: `init_scale`, or `scale` if given."""
@@ -75,10 +78,6 @@ class Static(_Still):
         # A plain number is not rounded; float32 applies on the device.
         width: Precision = "float64" if ops_of(start) is PLAIN else "float32"
         return StaticState(scale=bounded(start, FLOAT32_TINY, FLOAT32_MAX, width))
-
-    def applies(self, seen: Seen) -> Scalar:
-        """Apply finite steps, or all steps if `skip` is False."""
-        return seen.finite if self.skip else (seen.finite | True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +91,13 @@ class NoScaling(_Still):
         1.0
     """
 
+    @property
+    def bounds(self) -> Bounds:
+        """1 and nothing else."""
+        return Bounds(1.0, 1.0)
+
     def init(self, *, scale: Scalar = None) -> StaticState:
         """Start at 1; `scale` is ignored."""
         del scale
         register_backends()
         return StaticState(scale=1.0)
-
-    applies = finite_only

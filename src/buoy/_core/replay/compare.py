@@ -40,7 +40,6 @@ class Replayed:
     policy: Policy | None  # None for the oracle
     steps: int  # fewer than the trace has, if the policy gave up
     skipped: int
-    let_through: int  # of the skipped: non-finite steps that the peer itself applies
     weight_underflow: float | None  # share of gradients; None: not recorded
     activation_underflow: float | None
     first_scale: float
@@ -201,7 +200,6 @@ class _Judge:
             policy=policy,
             steps=went.steps,
             skipped=len(went.skipped),
-            let_through=went.let_through,
             weight_underflow=weights,
             activation_underflow=activations,
             first_scale=went.first_scale,

@@ -21,7 +21,7 @@ from buoy._core.ops import PLAIN
 from buoy._core.policies.policy import Policy
 from buoy._core.replay.trace import Trace
 from buoy._core.state import Seen
-from buoy._core.step import MEASUREMENTS, SMALL_LOG2, is_applied
+from buoy._core.step import MEASUREMENTS, SMALL_LOG2
 
 __all__ = ["Walk", "log2_of", "walk"]
 
@@ -40,7 +40,6 @@ class Walk:
     skipped: "array[int]"  # steps that were not applied
     first_scale: float
     final_scale: float  # for the step after the last
-    let_through: int = 0  # of the skipped steps: those that the peer would have applied
     collapsed: bool = False
 
     def __repr__(self) -> str:
@@ -141,7 +140,7 @@ def _is_machine(policy: Policy) -> bool:
         hash(policy.init())
     except TypeError:
         return False
-    return not policy.wants and bool(policy.applies(Seen(finite=True)))
+    return not policy.wants
 
 
 class _Machine:
@@ -239,7 +238,6 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
         skipped=skipped,
         first_scale=first.scale,
         final_scale=last.scale,
-        let_through=len(skipped) if policy.applies(Seen(finite=False)) else 0,
         collapsed=gave_up,
     )
 
@@ -252,7 +250,7 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
 
     state: Any = initial(policy)
     first = state
-    scale, step, let_through, gave_up = None, 0, 0, False
+    scale, step, gave_up = None, 0, False
     exponent = limit = math.nan
     try:
         for step, amax in enumerate(trace.amax_log2):
@@ -267,9 +265,8 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
                 exponents.append(exponent)
             finite = amax <= limit
             seen = show(step, amax, exponent, finite)
-            if not is_applied(policy, seen):
+            if not finite:
                 skipped.append(step)
-                let_through += not finite and bool(policy.applies(seen))
             state = moved(policy, state, seen, ops=PLAIN, bounds=bounds)
     except ScaleCollapsedError as error:
         gave_up, state = True, error.state or state
@@ -280,7 +277,6 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
         skipped=skipped,
         first_scale=first.scale,
         final_scale=state.scale,
-        let_through=let_through,
         collapsed=gave_up,
     )
 

@@ -99,21 +99,16 @@ def clip(
 def step(scaler: Any, optimizer: Any) -> None:
     """Step, and restore the old values if the step must be skipped."""
     _refuse(scaler, optimizer)
-    iteration, scale = scaler._iteration, scaler._loss_scale
+    iteration = scaler._iteration
     if any(seen.optimizer is optimizer for seen, _ in iteration.compiled_steps):
         raise errors.step_twice()
     gathered = gather(optimizer)
     noted = [one for one in iteration.compiled_looks if one.optimizer is optimizer]
     seen = noted[-1] if noted else _look(scaler, optimizer, gathered)
-    skipped = seen.found
-    if scale.runner is not None:
-        allowed = scale.runner.allows(Evidence(seen.found, None, seen.measured))
-        veto = torch.as_tensor(allowed, device=skipped.device).logical_not()
-        skipped = torch.maximum(skipped, veto.float())
     multiply_(gathered, seen.multiplier)
     twin = _Traceable(optimizer)
-    step_or_restore(optimizer, skipped, (twin,), {}, step=_unwrapped(twin.kind.step))
-    iteration.compiled_steps += ((seen, skipped),)
+    step_or_restore(optimizer, seen.found, (twin,), {}, step=_unwrapped(twin.kind.step))
+    iteration.compiled_steps += ((seen, seen.found),)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from buoy._backends import torch as backend
 from buoy._backends.torch.snapshot import RandomSnapshot
 from buoy._core.errors import CallOrderError, OptionError
-from buoy._core.policies.policy import unwrapped
+from buoy._core.policies.loss_ahead import unwrapped
 from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS
 from buoy.torch.features.groups import family

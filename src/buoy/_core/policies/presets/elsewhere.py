@@ -46,7 +46,7 @@ def tf_keras(
     """
     del inner
     if not dynamic:
-        return Static(init_scale=initial_scale, skip=False)
+        return Static(init_scale=initial_scale)
     return tf(initial_scale, dynamic_growth_steps)
 
 

@@ -18,6 +18,7 @@ from buoy._core.policies.backoff_checks import (
     check_factors,
     scale_of_power,
 )
+from buoy._core.policies.policy import MIN_SCALE, Bounds
 from buoy._core.policies.presets.moves import Moves, moves
 from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.start import bounded, exponent_of
@@ -81,9 +82,12 @@ class PeerBackoff(Backoff):
         object.__setattr__(self, "constants", moves(self, self.quirks))
 
     @property
-    def reproduces_peer(self) -> bool:
-        """True: a scale outside of the bounds is no error, but what the peer does."""
-        return True
+    def bounds(self) -> Bounds:
+        """Wider than the peer's own: it may start, or be, outside of those."""
+        low = MIN_SCALE
+        if self.quirks.at_min != "none":
+            low = min(self.min_scale, MIN_SCALE)
+        return Bounds(low, peer=True)
 
     @property
     def precision(self) -> Precision:

@@ -1,6 +1,5 @@
 """Scalers of the PyTorch world."""
 
-from dataclasses import replace
 from math import inf
 
 from buoy._core.policies.policy import Policy
@@ -8,9 +7,7 @@ from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.presets.table import FLOAT32_MAX, FLOAT32_TINY, preset, refuse
 from buoy._core.policies.static import NoScaling, Static
-
-_TORCH = Quirks(arithmetic="wide", at_min="none", at_max="keep")
-_SHARDED = Quirks(at_min="none", at_max="none")
+from buoy._core.policies.torch_rule import TorchRule
 
 
 @preset("torch.amp.GradScaler 2.13")
@@ -19,19 +16,17 @@ def torch(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-) -> PeerBackoff:
+) -> TorchRule:
     """Grow after 2000 clean steps, halve on overflow; no floor.
 
     Bug of the peer: without a floor the scale reaches 0, and 1/0 then writes NaN into
     the weights.  `backoff` has the same trajectory and bounds.
     """
-    return PeerBackoff(
+    return TorchRule(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        max_scale=FLOAT32_MAX,
-        quirks=_TORCH,
     )
 
 
@@ -41,13 +36,19 @@ def fsdp(
     backoff_factor: float = 0.5,
     growth_factor: float = 2.0,
     growth_interval: int = 2000,
-) -> PeerBackoff:
+) -> Policy:
     """Follow torch's rule in float32, with neither floor nor ceiling.
 
     Bug of the peer: on a CPU the scale grows to inf and stays there.
     """
-    rule = torch(init_scale, growth_factor, backoff_factor, growth_interval)
-    return replace(rule, quirks=_SHARDED)
+    return PeerBackoff(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        max_scale=FLOAT32_MAX,
+        quirks=Quirks(at_min="none", at_max="none"),
+    )
 
 
 @preset("fairscale.optim.grad_scaler.ShardedGradScaler 0.4.13, on a CPU")
@@ -80,7 +81,7 @@ def apex(
     """
     del scale_factor
     if loss_scale != "dynamic":
-        return Static(init_scale=loss_scale, skip=False)  # type: ignore[arg-type]
+        return Static(init_scale=loss_scale)  # type: ignore[arg-type]
     return PeerBackoff(
         init_scale=min(init_scale, max_loss_scale),
         growth_interval=scale_window,
@@ -131,8 +132,16 @@ def nemo(
     hysteresis: int = 1,
 ) -> Policy:
     """Follow torch's rule, but forgive overflows until `hysteresis` come in a row."""
-    rule = torch(init_scale, growth_factor, backoff_factor, growth_interval)
-    return replace(rule, hysteresis=hysteresis, hysteresis_refill="clean")
+    return PeerBackoff(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        max_scale=FLOAT32_MAX,
+        hysteresis=hysteresis,
+        hysteresis_refill="clean",
+        quirks=Quirks(arithmetic="wide", at_min="none", at_max="keep"),
+    )
 
 
 @preset("megatron-core DynamicGradScaler 0.16.1")

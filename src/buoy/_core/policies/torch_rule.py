@@ -1,0 +1,111 @@
+"""The rule of `torch.amp.GradScaler`, bit for bit as its kernel computes it."""
+
+from dataclasses import dataclass
+
+from buoy._core.checks import whole
+from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
+from buoy._core.ops import Ops, Precision, Scalar, ops_of, single
+from buoy._core.policies.backoff_checks import check_factors
+from buoy._core.policies.policy import MIN_SCALE, Bounds
+from buoy._core.policies.start import bounded
+from buoy._core.state import Seen
+
+__all__ = ["TorchRule", "TorchRuleState"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRuleState:
+    """The two tensors of torch's scaler, `_scale` and `_growth_tracker`."""
+
+    scale: Scalar  # float32 []
+    clean_steps: Scalar  # int32 []: finite steps since the last overflow or growth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRule:
+    """Halve the scale on overflow; double it after 2000 finite steps in a row.
+
+    The rule, which is that of `torch._amp_update_scale_`::
+
+        overflow: clean = 0;   scale *= backoff_factor       (the step is skipped)
+        finite:   clean += 1
+                  if clean == growth_interval:
+                      clean = 0
+                      scale *= growth_factor, unless that is not finite
+
+    A product is computed in float64 and rounded to float32.  Bug of the peer: without a
+    floor the scale reaches 0, and 1 / 0 then writes NaN into the weights.  `bounds`
+    have one, which front ends apply.
+
+    Example:
+        >>> policy = TorchRule(init_scale=16.0, growth_interval=2)
+        >>> state = policy.init()
+        >>> for finite in (True, True, False):
+        ...     state = policy.update(state, Seen(finite=finite))
+        ...     print(state)
+        TorchRuleState(scale=16.0, clean_steps=1)
+        TorchRuleState(scale=32.0, clean_steps=0)
+        TorchRuleState(scale=16.0, clean_steps=0)
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        check_factors(self)
+        whole(self, "growth_interval", least=1)
+
+    @property
+    def bounds(self) -> Bounds:
+        """From 2^-24 to float32's maximum; beyond them there are only faults."""
+        return Bounds(MIN_SCALE, FLOAT32_MAX, peer=True)
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Nothing, because this rule uses only `finite`."""
+        return frozenset()
+
+    @property
+    def precision(self) -> Precision:
+        """float32, as the scale itself."""
+        return "float32"
+
+    def init(self, *, scale: Scalar = None) -> TorchRuleState:
+        """Start at `init_scale` or at `scale`; count from 0."""
+        start = self.init_scale if scale is None else scale
+        start = bounded(start, FLOAT32_TINY, FLOAT32_MAX, self.precision)
+        return TorchRuleState(scale=start, clean_steps=0)
+
+    def foresee(
+        self, state: TorchRuleState, loss: Scalar, *, ops: Ops | None = None
+    ) -> TorchRuleState:
+        """Return the state unchanged: this rule does not use the loss."""
+        del loss, ops
+        return state
+
+    def update(
+        self, state: TorchRuleState, seen: Seen, *, ops: Ops | None = None
+    ) -> TorchRuleState:
+        """Return the next state.  Traceable: no branch on numbers, no host read."""
+        if ops is None:
+            ops = ops_of(seen.finite, state.scale)
+        where = ops.where
+        clean = where(seen.finite, state.clean_steps + 1, 0)
+        grows = clean == self.growth_interval
+        up = _times(state.scale, self.growth_factor, ops)
+        up = where(up <= FLOAT32_MAX, up, state.scale)
+        down = _times(state.scale, self.backoff_factor, ops)
+        scale = where(grows, up, state.scale)
+        return TorchRuleState(
+            scale=where(seen.finite, scale, down),
+            clean_steps=where(grows, 0, clean),
+        )
+
+
+def _times(scale: Scalar, factor: float, ops: Ops) -> Scalar:
+    """Multiply as torch's kernel does: in float64, then round to float32."""
+    if single(factor) != factor:  # otherwise float32 gives the same, also in JAX
+        scale = ops.cast(scale, "float64")
+    return ops.cast(scale * factor, "float32")
