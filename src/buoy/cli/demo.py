@@ -1,7 +1,5 @@
 """`buoy demo`: train small models in FP32 and FP16, side by side, and show it."""
 
-from typing import Any
-
 import click
 
 from buoy.cli.spec import JSON, POLICY, made
@@ -36,7 +34,15 @@ _CTRL_C = 130  # as shells have it
     help="Where to write the report.",
 )
 @JSON
-def demo(names: tuple[str, ...], *, as_json: bool, **chosen: Any) -> None:
+def demo(
+    names: tuple[str, ...],
+    *,
+    specs: tuple[str, ...],
+    steps: int | None,
+    seeds: int,
+    out: str,
+    as_json: bool,
+) -> None:
     """Train small models in FP32 and FP16, side by side, and write a report.
 
     WORKLOAD is one of field-1, field-1e-3, field-1e-5, jump-down, jump-up, bandit,
@@ -46,8 +52,8 @@ def demo(names: tuple[str, ...], *, as_json: bool, **chosen: Any) -> None:
     torch's GradScaler and with Buoy's Headroom.  Ctrl-C stops early and reports the
     results so far.
     """
-    extra = {spec: made(spec) for spec in chosen.pop("specs")}
+    extra = {spec: made(spec) for spec in specs}
     from buoy.cli.show import show  # noqa: PLC0415 - imports torch
 
-    if not show(names, extra, as_json=as_json, **chosen):
+    if not show(names, extra, steps=steps, seeds=seeds, out=out, as_json=as_json):
         click.get_current_context().exit(_CTRL_C)

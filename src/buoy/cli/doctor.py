@@ -2,15 +2,15 @@
 
 import sys
 from contextlib import ExitStack, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from buoy.cli.render import json_out
+from buoy.cli.render import fields_of, json_out
 from buoy.cli.spec import JSON, PROGRAM, hint_at_options
 
 if TYPE_CHECKING:
-    from buoy.diagnose.doctor import Examined, Finding
+    from buoy.diagnose.doctor import Examined
 
 __all__ = ["doctor"]
 
@@ -65,19 +65,9 @@ def doctor(
     return code or int(bool(seen.findings))
 
 
-def _document(seen: "Examined") -> dict[str, Any]:
+def _document(seen: "Examined") -> dict[str, object]:
     return {
         "steps": seen.facts.steps,
         "error": None if seen.error is None else repr(seen.error),
-        "findings": [_finding(finding) for finding in seen.findings],
-    }
-
-
-def _finding(finding: "Finding") -> dict[str, str]:
-    return {
-        "code": finding.code,
-        "what": finding.what,
-        "where": finding.where,
-        "why": finding.why,
-        "remedy": finding.remedy,
+        "findings": [fields_of(finding) for finding in seen.findings],
     }

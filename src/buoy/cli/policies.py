@@ -1,13 +1,12 @@
 """`buoy policies`: every policy and preset, with its parameters."""
 
 import inspect
-from typing import Any
 
 import click
 
 from buoy._core.errors import UnknownPolicyError
 from buoy._core.policies.registry import Listed, listed, policy
-from buoy.cli.render import json_out, table, value_text
+from buoy.cli.render import fields_of, json_out, table, value_text
 from buoy.cli.spec import JSON
 
 __all__ = ["policies"]
@@ -20,7 +19,7 @@ def policies(names: tuple[str, ...], *, as_json: bool) -> None:
     """List the policies and presets, or those named, with parameters and defaults."""
     rows = _chosen(names)
     if as_json:
-        json_out({"policies": [_as_dict(row) for row in rows]})
+        json_out({"policies": [fields_of(row) for row in rows]})
         return
     if names:
         for row in rows:
@@ -40,16 +39,6 @@ def _chosen(names: tuple[str, ...]) -> list[Listed]:
             message = f"The policy {name!r} is not listed."
             raise UnknownPolicyError(message)
     return [rows[name] for name in names or rows]
-
-
-def _as_dict(row: Listed) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "kind": row.kind,
-        "source": row.source,
-        "summary": row.summary,
-        "parameters": row.parameters,
-    }
 
 
 def _parameters(row: Listed) -> str:

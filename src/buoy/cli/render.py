@@ -7,14 +7,18 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from buoy._core.text import printable
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = [
     "describe",
+    "fields_of",
     "json_out",
     "percent",
     "plain",
@@ -24,12 +28,12 @@ __all__ = [
     "value_text",
 ]
 
-_NARROWEST = 78
+NARROWEST = 78  # columns that a table gets at least
 _NAME = 24  # characters of a name that are kept on one line
 _RARELY = 100_000  # new containers between two garbage collections
 
 
-def json_out(document: dict[str, Any]) -> None:
+def json_out(document: dict[str, object]) -> None:
     """Print one JSON object; what JSON has no number for becomes a string."""
     import json  # noqa: PLC0415 - slow to import
 
@@ -59,7 +63,7 @@ def stages(count: int) -> Iterator[Callable[[str], None]]:
         gc.set_threshold(*usual)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert a value to one that JSON has.
 
     Example:
@@ -82,11 +86,13 @@ def plain(value: Any) -> Any:
 
 def describe(value: Any) -> dict[str, Any]:
     """Name a dataclass and list its fields."""
+    return {"type": type(value).__name__, **fields_of(value)}
+
+
+def fields_of(value: "DataclassInstance") -> dict[str, Any]:
+    """List the fields of a dataclass; unlike `asdict`, it leaves their values alone."""
     names = [field.name for field in dataclasses.fields(value)]
-    return {
-        "type": type(value).__name__,
-        **{name: getattr(value, name) for name in names if not name.startswith("_")},
-    }
+    return {name: getattr(value, name) for name in names if not name.startswith("_")}
 
 
 def table(
@@ -105,22 +111,24 @@ def table(
         padding=0,
         pad_edge=False,
     )
+    longest_name = max(len(row[0]) for row in rows)
+    last = len(columns) - 1
     for i, name in enumerate(columns):
-        number = i >= len(columns) - right
+        is_number = i > last - right
         made.add_column(
             name,
-            justify="right" if number else "left",
+            justify="right" if is_number else "left",
             overflow="fold",
-            no_wrap=number,
-            min_width=None if i else min(max(len(row[0]) for row in rows), _NAME),
-            max_width=_NAME if 0 < i < len(columns) - 1 else None,
+            no_wrap=is_number,
+            min_width=min(longest_name, _NAME) if i == 0 else None,
+            max_width=_NAME if 0 < i < last else None,
         )
     for row in rows:
         # Text, not markup: a name may hold brackets.
         made.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(highlight=False)
     # Numbers are never cropped: a narrow terminal wraps the line instead.
-    console.width = max(console.width, _NARROWEST)
+    console.width = max(console.width, NARROWEST)
     console.print(made)
 
 
@@ -146,10 +154,12 @@ def percent(share: float | None) -> str:
     if share is None:
         return "-"
     value = 100.0 * share
-    return f"{value:.4g}" if abs(value) >= 0.001 or not value else f"{value:.0e}"
+    if value != 0.0 and abs(value) < 0.001:
+        return f"{value:.0e}"
+    return f"{value:.4g}"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Write a parameter as one would type it.
 
     Example:

@@ -1,7 +1,6 @@
 """`buoy replay`: what other policies would have done."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import click
 
@@ -55,39 +54,42 @@ def replay(
 
 def compare(trace: Trace, results: Sequence[Replayed], *, as_json: bool) -> None:
     """Print what the policies, and the oracle, made of the trace."""
-    *others, best = results
     if as_json:
-        json_out(
-            {
-                "trace": {
-                    "name": trace.name,
-                    "steps": len(trace),
-                    "max_log2": trace.max_log2,
-                    "zero_log2": trace.zero_log2,
-                    "has_loss": trace.loss_log2 is not None,
-                    "has_histograms": trace.has_histograms,
-                },
-                "policies": [_as_dict(result) for result in others],
-                "oracle": _as_dict(best),
-            }
-        )
-        return
-    _print(trace, results)
+        json_out(_document(trace, results))
+    else:
+        _print(trace, results)
+
+
+def _document(trace: Trace, results: Sequence[Replayed]) -> dict[str, object]:
+    *policies, oracle = results
+    return {
+        "trace": {
+            "name": trace.name,
+            "steps": len(trace),
+            "max_log2": trace.max_log2,
+            "zero_log2": trace.zero_log2,
+            "has_loss": trace.loss_log2 is not None,
+            "has_histograms": trace.has_histograms,
+        },
+        "policies": [_as_dict(result) for result in policies],
+        "oracle": _as_dict(oracle),
+    }
 
 
 def named(specs: Iterable[str]) -> dict[str, Policy]:
     """Make the policies that were typed, by what was typed."""
     found: dict[str, Policy] = {}
     for spec in specs:
-        label, again = spec, 1
+        label = spec
+        number = 1
         while label in found:
-            again += 1
-            label = f"{spec} #{again}"
+            number += 1
+            label = f"{spec} #{number}"
         found[label] = made(spec)
     return found
 
 
-def _as_dict(result: Replayed) -> dict[str, Any]:
+def _as_dict(result: Replayed) -> dict[str, object]:
     return {
         "name": result.name,
         "policy": None if result.policy is None else describe(result.policy),

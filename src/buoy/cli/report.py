@@ -1,14 +1,17 @@
 """`buoy report`: one page about a recorded run, or several side by side."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from buoy._core.text import printable
-from buoy.cli.render import describe, json_out, stages
+from buoy.cli.render import fields_of, json_out, stages
 from buoy.cli.replay import USUAL, named
 from buoy.cli.spec import JSON, POLICY
+
+if TYPE_CHECKING:
+    from buoy.report.run import Run
 
 __all__ = ["report"]
 
@@ -67,28 +70,34 @@ def report(
         raise click.BadParameter(message, param_hint="--label")
     names = [*labels, *[""] * (len(sources) - len(labels))]
     policies = named(specs or USUAL)
-    with stages(len(sources) * (len(policies) + 2) + 2) as begin:
+    of_a_run = len(policies) + 2  # read it, replay the policies and the oracle
+    of_the_page = 2  # draw it, write it
+    with stages(len(sources) * of_a_run + of_the_page) as begin:
         runs = []
         for path, name in zip(sources, names, strict=True):
             begin(f"Reading {Path(path).name}")
             runs.append(Run(path, name))
         page = write(runs, out, title=title, policies=policies, progress=begin)
     if as_json:
-        json_out({"report": str(page), "bytes": page.stat().st_size,
-                  "runs": [_as_dict(run) for run in runs]})  # fmt: skip
+        json_out(
+            {
+                "report": str(page),
+                "bytes": page.stat().st_size,
+                "runs": [_as_dict(run) for run in runs],
+            }
+        )
     else:
         _print(runs, page)
     if open_it:
         click.launch(page.absolute().as_uri())
 
 
-def _as_dict(run: Any) -> dict[str, Any]:
+def _as_dict(run: "Run") -> dict[str, object]:
     from buoy.report.words import summary  # noqa: PLC0415
 
-    found = run.figures
-    said = summary(found)
-    facts = describe(found)
-    del facts["type"], facts["layers"]
+    said = summary(run.figures)
+    facts = fields_of(run.figures)
+    del facts["layers"]
     return {
         "run": run.label,
         "level": said.level,
@@ -98,7 +107,7 @@ def _as_dict(run: Any) -> dict[str, Any]:
     }
 
 
-def _print(runs: list[Any], page: Path) -> None:
+def _print(runs: "list[Run]", page: Path) -> None:
     from textwrap import fill  # noqa: PLC0415
 
     from buoy.report.words import summary  # noqa: PLC0415

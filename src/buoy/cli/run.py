@@ -4,7 +4,7 @@ import sys
 from contextlib import ExitStack, redirect_stdout
 from os import environ
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -87,13 +87,13 @@ def run(
     )
     from buoy.integrations.install import install  # noqa: PLC0415
 
+    error: BaseException | None = None
     with ExitStack() as stack:
         if as_json:  # what the script prints is not part of the answer
             stack.enter_context(redirect_stdout(sys.stderr))
         options = {} if no_trace else {"trace": trace}
-        made = stack.enter_context(install(chosen, **options))
-        made.on_replaced = settings.note
-        error = None
+        installed = stack.enter_context(install(chosen, **options))
+        installed.on_replaced = settings.note
         try:
             run_program(target, args, module=module)
         except ProgramError:
@@ -102,21 +102,21 @@ def run(
             error = caught
     code = exit_code(error)
     hint_at_options(args, code)
-    made.close()
-    page = None if page_file is None else _written(made, page_file)
+    installed.close()
+    page = None if page_file is None else _written(installed, page_file)
     if as_json:
         json_out(
             {
                 "exit_code": code,
-                "scalers": len(made.scalers),
+                "scalers": len(installed.scalers),
                 "policy": spec,
                 "replaced": settings.seen,
-                "traces": [str(path) for path in made.traces],
+                "traces": [str(path) for path in installed.traces],
                 "report": None if page is None else str(page),
             }
         )
     else:
-        _tell(made, page)
+        _tell(installed, page)
     return code
 
 
@@ -124,27 +124,24 @@ class _Settings:
     """Says once which of the script's own settings the policy replaces."""
 
     def __init__(self, spec: str, *, quiet: bool) -> None:
-        # Only one of several ranks prints.
-        self._spec, self._quiet = spec, quiet or environ.get("RANK", "0") != "0"
-        self.seen: list[dict[str, Any]] = []
+        first_rank = environ.get("RANK", "0") == "0"
+        self._spec = spec
+        self._prints = first_rank and not quiet
+        self.seen: list[dict[str, object]] = []
 
-    def note(self, settings: dict[str, Any]) -> None:
+    def note(self, settings: dict[str, object]) -> None:
         if settings in self.seen:
             return
         self.seen.append(settings)
-        if self._quiet:
+        if not self._prints:
             return
-        what, kept = "", "that rule"
+        text = f"buoy: policy {self._spec} in place of torch's rule"
+        kept = "that rule"
         if settings:
-            given = ", ".join(
-                f"{key}={value_text(value)}" for key, value in settings.items()
-            )
-            what, kept = f", replacing the script's {given}", "the script's settings"
-        click.echo(
-            f"buoy: policy {self._spec} in place of torch's rule{what}; "
-            f"`buoy run -p torch` keeps {kept}",
-            err=True,
-        )
+            given = ", ".join(f"{k}={value_text(v)}" for k, v in settings.items())
+            text += f", replacing the script's {given}"
+            kept = "the script's settings"
+        click.echo(f"{text}; `buoy run -p torch` keeps {kept}", err=True)
 
 
 def _policy(spec: str) -> Policy | None:
@@ -172,26 +169,28 @@ def _check_report(report: Path | None, *, no_trace: bool) -> None:
         raise MissingBackendError(message)
 
 
-def _written(made: "Installation", target: Path) -> Path | None:
+def _written(installed: "Installation", target: Path) -> Path | None:
     """Write the page; if that fails, the script's exit code is still the script's."""
     from buoy.report.page import write  # noqa: PLC0415
 
+    if not installed.traces:
+        return None
     try:
-        return write(made.traces, target) if made.traces else None
+        return write(installed.traces, target)
     except (BuoyError, OSError) as error:
         click.echo(f"buoy: no report: {error}", err=True)
         return None
 
 
-def _tell(made: "Installation", page: Path | None) -> None:
+def _tell(installed: "Installation", page: Path | None) -> None:
     """Say what was recorded and where; on stderr, stdout is the script's."""
-    if not made.scalers:
+    if not installed.scalers:
         click.echo(
             "buoy: the script did not create a GradScaler of torch; nothing was "
             "recorded.",
             err=True,
         )
-    for path in made.traces:
+    for path in installed.traces:
         click.echo(f"buoy: recorded {path}", err=True)
     if page is not None:
         click.echo(f"buoy: wrote {page}", err=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buoy._core.policies.policy import Policy
-from buoy.cli.render import json_out
+from buoy.cli.render import NARROWEST, json_out
 from buoy.demo.columns import COLUMNS, Column, column_of
 from buoy.demo.pool import Job, cores, run
 from buoy.demo.results import Results
@@ -24,8 +24,6 @@ from buoy.demo.train import Outcome
 from buoy.demo.workloads import WORKLOADS, Workload
 
 __all__ = ["show"]
-
-_NARROWEST = 78
 
 
 def show(
@@ -61,17 +59,20 @@ def _written(results: Results, out: str, *, whole: bool) -> Path | None:
 
 def _chosen(names: Sequence[str]) -> list[Workload]:
     """Find workloads by name or by how their names begin."""
-    found = {}
+    if not names:
+        return list(WORKLOADS.values())
+    found: dict[str, Workload] = {}
     for name in names:
-        some = [w for key, w in WORKLOADS.items() if key == name]
-        some = some or [w for key, w in WORKLOADS.items() if key.startswith(name)]
-        if not some:
+        meant = [key for key in WORKLOADS if key.startswith(name)]
+        if name in WORKLOADS:
+            meant = [name]
+        if not meant:
             message = (
                 f"There is no workload {name!r}. There are {', '.join(WORKLOADS)}."
             )
             raise click.BadParameter(message, param_hint="WORKLOAD")
-        found.update({w.name: w for w in some})
-    return list((found or WORKLOADS).values())
+        found |= {key: WORKLOADS[key] for key in meant}
+    return list(found.values())
 
 
 def _jobs(results: Results, steps: int | None, seeds: int) -> list[Job]:
@@ -108,7 +109,8 @@ class _Lines:
     """Progress without a terminal: a line for each training that has ended."""
 
     def __init__(self, results: Results, total: int) -> None:
-        self._results, self._total = results, total
+        self._results = results
+        self._total = total
         click.echo(f"Training {total} small models, {cores()} at a time.", err=True)
 
     def done(self, outcome: Outcome) -> None:
@@ -140,16 +142,17 @@ def _cell(results: Results, workload: Workload, column: Column, seeds: int) -> T
     if cell is None:
         return Text("...")
     good = results.as_good(workload, column.name)
-    text = f"{cell.score:.3f}" if workload.metric != "loss" else f"{cell.score:.3g}"
+    text = f"{cell.score:.3g}" if workload.metric == "loss" else f"{cell.score:.3f}"
     if good is False:
         return Text(f"{text}x", style="red")
-    pending = len(cell.outcomes) < seeds
-    return Text(text, style="dim" if pending else "green" if good else "")
+    if len(cell.outcomes) < seeds:
+        return Text(text, style="dim")
+    return Text(text, style="green" if good else "")
 
 
 def _tell(results: Results, page: Path | None, *, whole: bool) -> None:
     console = Console(highlight=False)
-    console.width = max(console.width, _NARROWEST)
+    console.width = max(console.width, NARROWEST)
     if not whole:
         console.print("Stopped early. Results so far:")
     console.print(table(results))
@@ -170,18 +173,19 @@ def _metrics(results: Results) -> str:
     found: dict[str, list[str]] = {}
     for workload in results.workloads:
         found.setdefault(workload.metric, []).append(workload.name)
-    lower = {w.metric for w in results.workloads if not w.higher}
-    return ", ".join(
-        f"{metric} ({', '.join(names)}{'; lower is better' if metric in lower else ''})"
-        for metric, names in found.items()
-    )
+    lower_is_better = {w.metric for w in results.workloads if not w.higher}
+    parts = []
+    for metric, names in found.items():
+        note = "; lower is better" if metric in lower_is_better else ""
+        parts.append(f"{metric} ({', '.join(names)}{note})")
+    return ", ".join(parts)
 
 
 def _opened(page: Path) -> bool:
     """Open the page if there is a display to show it on."""
-    there = sys.platform in {"darwin", "win32"} or any(
+    has_display = sys.platform in {"darwin", "win32"} or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
     )
-    if not (there and sys.stdout.isatty()):
+    if not has_display or not sys.stdout.isatty():
         return False
     return webbrowser.open(page.resolve().as_uri())

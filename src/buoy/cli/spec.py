@@ -11,7 +11,7 @@ from importlib import import_module
 from math import log2
 from pathlib import Path
 from runpy import run_path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -27,6 +27,8 @@ __all__ = [
     "made", "opened", "parsed", "value_of",
 ]  # fmt: skip
 
+Command = TypeVar("Command", bound=Callable[..., object])
+
 _POWER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\*\*|\^)(-?\d+(?:\.\d+)?)")
 _WORDS = {"true": True, "false": False, "none": None}
 
@@ -39,12 +41,11 @@ FORMAT = click.option(
     type=click.Choice(list(FORMATS)),
     help="Use the limits of this format, instead of the recorded one's.",
 )
-
-
 POLICY = "NAME[:key=value,...]"
+_USAGE = 2  # the exit code with which argparse and click refuse arguments
 
 
-def PROGRAM(command: Any) -> Any:  # noqa: N802 - a decorator like those above
+def PROGRAM(command: Command) -> Command:  # noqa: N802 - a decorator like those above
     """Take a script or a module to run, and its own arguments."""
     for option in (
         click.argument("args", nargs=-1, type=click.UNPROCESSED),
@@ -55,9 +56,6 @@ def PROGRAM(command: Any) -> Any:  # noqa: N802 - a decorator like those above
     ):
         command = option(command)
     return command
-
-
-_USAGE = 2  # with which argparse and click refuse arguments
 
 
 def hint_at_options(args: tuple[str, ...], code: int) -> None:
@@ -124,7 +122,9 @@ def made(text: str) -> Policy:
     return make(_built(text, found, parameters))
 
 
-def _built(text: str, build: Callable[..., Policy], parameters: Any) -> Policy:
+def _built(
+    text: str, build: Callable[..., Policy], parameters: dict[str, Any]
+) -> Policy:
     try:
         return build(**parameters)
     except BuoyError:
@@ -191,8 +191,9 @@ def _power(text: str, base: str, exponent: str) -> float:
     if isinstance(value, complex):
         message = f"{text!r} is not a real number."
         raise click.BadParameter(message)
-    whole = value.is_integer() and "." not in base + exponent and abs(value) < 2**53
-    return int(value) if whole else value
+    typed_whole = "." not in base + exponent
+    is_exact = value.is_integer() and abs(value) < 2**53
+    return int(value) if typed_whole and is_exact else value
 
 
 def opened(source: str, format_name: str | None = None) -> Trace:

@@ -10,7 +10,7 @@ import click
 from buoy._core.replay.settings import Tunable
 from buoy._core.replay.tune import Tuned, TunedPolicy, TunedStatic
 from buoy._core.replay.tune import tune as run
-from buoy.cli.render import describe, json_out, percent, value_text
+from buoy.cli.render import fields_of, json_out, percent, value_text
 from buoy.cli.spec import FILE, FORMAT, JSON, POLICY, chosen, made, opened, value_of
 
 __all__ = ["tune"]
@@ -94,18 +94,13 @@ def _tried(text: str) -> tuple[str, list[Any]]:
     return key.strip(), found
 
 
-def _as_dict(found: Tuned) -> dict[str, Any]:
-    static = describe(found.static)
-    static["scale"] = found.static.scale
+def _as_dict(found: Tuned) -> dict[str, object]:
     return {
         "trace": found.trace,
         "steps": found.steps,
         "objective": found.objective,
-        "static": {k: v for k, v in static.items() if k != "type"},
-        "policies": [
-            {k: v for k, v in describe(tuned).items() if k != "type"}
-            for tuned in found.policies
-        ],
+        "static": {**fields_of(found.static), "scale": found.static.scale},
+        "policies": [fields_of(tuned) for tuned in found.policies],
     }
 
 

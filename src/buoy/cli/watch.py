@@ -3,19 +3,21 @@
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from buoy._core.errors import TraceError
 from buoy._core.text import printable
-from buoy.cli.render import describe, json_out
+from buoy.cli.render import fields_of, json_out
 from buoy.cli.spec import FILE, JSON
 
 if TYPE_CHECKING:
     from buoy.report.watch import Follower
 
 __all__ = ["watch"]
+
+_LAYERS = 6  # that are printed, the worst
 
 
 @click.command(short_help="Watch a run while it is recorded.")
@@ -56,12 +58,17 @@ def watch(source: str, every: float, *, once: bool, as_json: bool) -> None:
 def _wait(source: str, every: float) -> None:
     if "\0" in source:
         raise TraceError(f"Not a valid file name: {source!r}.")
-    if not Path(source).exists():
+    path = Path(source)
+    if not path.exists():
         click.echo(f"Waiting for {printable(source)}.", err=True)
-    while not Path(source).exists() or (
-        Path(source).is_file() and not Path(source).stat().st_size
-    ):
+    while not _has_begun(path):
         time.sleep(every)
+
+
+def _has_begun(path: Path) -> bool:
+    if not path.is_file():
+        return path.exists()  # reading it says what it is instead
+    return path.stat().st_size > 0
 
 
 def _print_on(follower: "Follower", every: float, *, as_json: bool) -> None:
@@ -105,14 +112,13 @@ def _show(follower: "Follower", *, as_json: bool, frame: bool) -> None:
         click.echo(line(follower))
 
 
-def _as_dict(follower: "Follower") -> dict[str, Any]:
+def _as_dict(follower: "Follower") -> dict[str, object]:
     from buoy.report.words import summary  # noqa: PLC0415
 
     found = follower.facts()
     said = summary(found)
-    facts = describe(found)
-    del facts["type"]
-    facts["layers"] = facts["layers"][:6]
+    facts = fields_of(found)
+    facts["layers"] = found.layers[:_LAYERS]
     return {"level": said.level, "headline": said.headline, **facts}
 
 
