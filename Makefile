@@ -1,5 +1,5 @@
-# Two commands matter: `make demo` and `make test`.  All set everything up first, in a
-# virtual environment of their own, from versions pinned in constraints.txt.
+# `make setup` makes the developers' environment, in .venv, from the versions pinned in
+# constraints.txt.  Every other command does so first where it was not done yet.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,9 @@ export JAX_PLATFORMS ?= cpu
 # the process with SIGILL.  This keeps oneDNN below AMX; without AMX it is no limit.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test quick check unit wheel mutants bench browser clean release-check docs test-keras test-qat test-integrations
+.PHONY: setup demo test quick check unit wheel long coverage mutants bench browser clean release-check docs test-keras test-qat test-integrations test-ray
+
+setup: $(READY)
 
 # Keras joins where `make test-keras` has made its environment.
 demo: $(READY)
@@ -22,7 +24,9 @@ demo: $(READY)
 	KERAS_BACKEND=$$backend TF_CPP_MIN_LOG_LEVEL=3 TF_ENABLE_ONEDNN_OPTS=0 \
 	$(KERAS)/bin/python examples/keras_fit.py || exit 1; done
 
-test: check unit wheel test-keras test-qat
+# What a pull request needs, in ten minutes on two cores, this environment included.
+test: check unit wheel
+	@echo 'All passed. Left out: long samples, the report in a browser, Keras, quantization tools, training libraries. `.ci/run` runs these, too.'
 
 # Style and types.
 check: $(READY)
@@ -30,14 +34,26 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The suite, on all cores; the header says in one line what it leaves out.
-unit: $(READY) browser
-	$(BIN)/pytest -n auto --dist worksteal
+# `make COVERAGE=yes ...` notes which lines are reached; `make coverage` prints the others.
+PYTEST := python -m $(if $(COVERAGE),coverage run -m) pytest -q
+PARALLEL := -n auto --dist worksteal
 
-# While writing: style, types and the tests that are not slow, in under three minutes on
+# The suite without its long samples.
+unit: $(READY)
+	$(BIN)/$(PYTEST) $(PARALLEL) -m 'not long'
+
+# The long samples, and the report in a browser.
+long: $(READY) browser
+	$(BIN)/$(PYTEST) $(PARALLEL) -m long
+
+coverage: $(READY)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# While writing: style, types and the tests that are not slow, in about three minutes on
 # two cores.
 quick: check
-	$(BIN)/pytest -q -n 2 --dist worksteal -m 'not slow' tests
+	$(BIN)/$(PYTEST) $(PARALLEL) -m 'not slow and not long' tests
 
 # Small changes of the code that the tests must notice; 60 of them, chosen by a seed.
 mutants: $(READY)
@@ -75,17 +91,17 @@ release-check: $(READY) browser
 # Keras on TensorFlow, JAX and torch: an environment of their own, one run per backend.
 # The tests of TensorFlow itself make logical devices before it starts: a run alone.
 test-keras: $(KERAS)/.ready
-	KERAS_BACKEND=tensorflow $(KERAS)/bin/pytest -q tests/keras/test_tensorflow.py
+	KERAS_BACKEND=tensorflow $(KERAS)/bin/$(PYTEST) tests/keras/test_tensorflow.py
 	for backend in tensorflow jax torch; do echo "== Keras on $$backend" && \
-	KERAS_BACKEND=$$backend $(KERAS)/bin/pytest -q -n 2 tests/keras src/buoy/keras \
+	KERAS_BACKEND=$$backend $(KERAS)/bin/$(PYTEST) $(PARALLEL) tests/keras src/buoy/keras \
 	    --ignore tests/keras/test_tensorflow.py || exit 1; done
-	KERAS_BACKEND=torch $(KERAS)/bin/pytest -q tests/test_docs.py -k 'keras or tensorflow'
-	$(KERAS)/bin/pytest -q src/buoy/tensorflow src/buoy/_backends/tensorflow.py \
+	KERAS_BACKEND=torch $(KERAS)/bin/$(PYTEST) tests/test_docs.py -k 'keras or tensorflow'
+	$(KERAS)/bin/$(PYTEST) src/buoy/tensorflow src/buoy/_backends/tensorflow.py \
 	    tests/test_sample.py -k tensorflow
 
 # Quantisation tools of others, in the same environment.
 test-qat: $(KERAS)/.ready
-	$(KERAS)/bin/pytest -q tests/qat
+	$(KERAS)/bin/$(PYTEST) tests/qat
 
 # nvidia-modelopt imports huggingface_hub, and does not declare it.  tf_keras asks for
 # `tensorflow`, whose CPU build has another name: it is installed alone.
@@ -93,17 +109,16 @@ $(KERAS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS)
 	$(KERAS)/bin/python -m pip install --quiet --upgrade pip
 	$(KERAS)/bin/python -m pip install --quiet --editable '.[torch,jax,keras,cli,report]' \
-	    tensorflow-cpu tensorboard pytest pytest-xdist hypothesis \
+	    tensorflow-cpu tensorboard coverage pytest pytest-xdist hypothesis \
 	    torchao nvidia-modelopt huggingface_hub
 	$(KERAS)/bin/python -m pip install --quiet --no-deps tf_keras
 	touch $@
 
-# Training libraries: an environment of their own, which `make test` leaves out and
-# `.ci/run` does not.
+# Training libraries: an environment of their own.
 INTEGRATIONS := $(VENV)-integrations
 test-integrations: $(INTEGRATIONS)/.ready
-	$(INTEGRATIONS)/bin/pytest -q tests/integrations
-	$(INTEGRATIONS)/bin/pytest -q tests/test_docs.py -k 'accelerate or transformers or lightning or deepspeed or recipes or integrations'
+	$(INTEGRATIONS)/bin/$(PYTEST) tests/integrations
+	$(INTEGRATIONS)/bin/$(PYTEST) tests/test_docs.py -k 'accelerate or transformers or lightning or deepspeed or recipes or integrations'
 
 # DeepSpeed's package is built here, and compiles nothing.  torchvision, which some ask
 # for, is built for CUDA: where it can be found, Lightning cannot be imported.
@@ -111,7 +126,7 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade pip
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --editable '.[torch,cli]' \
-	    accelerate transformers trl datasets peft bitsandbytes lightning pytorch-ignite pytest hypothesis \
+	    accelerate transformers trl datasets peft bitsandbytes lightning pytorch-ignite coverage pytest hypothesis \
 	    setuptools diffusers requests fastprogress fasttransform fastdownload pillow matplotlib \
 	    opencv-python-headless scikit-learn cloudpickle ray tensordict codetiming hydra-core torchdata
 	DS_BUILD_OPS=0 $(INTEGRATIONS)/bin/python -m pip install --quiet --no-build-isolation deepspeed
@@ -119,8 +134,7 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps --target $(INTEGRATIONS)/vision torchvision
 	touch $@
 
-# Ray is large: it has a target and an environment of its own, and `make test` leaves
-# it out.
+# Ray is large: it has an environment of its own, and nothing else runs this.
 test-ray:
 	$(PYTHON) -m venv $(VENV)-ray
 	$(VENV)-ray/bin/python -m pip install --quiet --editable '.[torch]' numpy 'ray[train]>=2.40'
@@ -137,4 +151,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray $(KERAS) $(INTEGRATIONS) $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(KERAS) $(INTEGRATIONS) $(RELEASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

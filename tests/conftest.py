@@ -11,6 +11,7 @@ import importlib.util
 import shutil
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,6 +30,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("buoy")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `make test` leaves out `make quick` does, too."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
 
 
 def pytest_report_header() -> str:

@@ -70,7 +70,7 @@ def test_every_quoted_benchmark_is_run():
         assert part.split(".")[-1] in (ROOT / "tests" / test).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_runs(name):
     """As the documents call it, it prints something and does not fail."""

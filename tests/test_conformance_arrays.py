@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.arrays import BACKENDS
-from tests.golden import Golden, load
+from tests.golden import Golden, load, presets
 
 
 def by_policy(preset: str) -> list[list[Golden]]:
@@ -21,7 +21,7 @@ def by_policy(preset: str) -> list[list[Golden]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
-@pytest.mark.parametrize("preset", sorted(load()))
+@pytest.mark.parametrize("preset", presets())
 def test_preset_reproduces_its_peer_on_arrays(preset: str, backend: str) -> None:
     """Side by side on one array, each sequence yields exactly its recorded scales."""
     pytest.importorskip(backend)

@@ -233,7 +233,7 @@ def test_rounding_that_differs_between_backends_is_found():
         check_policy(Rounds(), backends=("numpy",), examples=5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["torch", "nemo", "fsdp"])
 def test_presets_without_bounds_do_not_hold_it(preset):
     """Peers whose scale reaches 0 or inf are reproduced, not recommended."""

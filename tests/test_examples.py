@@ -60,6 +60,7 @@ def test_the_recorded_trace_replays(tmp_path):
     assert buoy.replay(trace, ["headroom"])[0].skipped < 8
 
 
+@pytest.mark.long
 def test_local_scales_reach_the_loss_of_fp32(tmp_path):
     """And no other scale does: the figures of the docs."""
     printed = printed_by(tmp_path, "local_scales.py")

@@ -72,7 +72,7 @@ def test_a_schedule_makes_its_share_of_batches_bad(schedule, share):
     assert (codes == schedule(np.random.default_rng(0), 3000)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -93,7 +93,7 @@ def test_headroom_keeps_the_bounds(name):
     assert () == trainings.judge(name, "headroom", seeds=(0, 1)).broken
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchs_rule_breaks_a_bound_where_gradients_are_tiny():
     """The judge notices a training that learns nothing."""
     pytest.importorskip("jax")

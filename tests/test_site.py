@@ -290,7 +290,7 @@ def test_a_misread_docstring_would_be_found():
     assert [] == misread("<p>The type of a step</p>")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_builds_without_warnings(tmp_path):
     """As `make docs` does, and every public name is in its inventory."""
     pytest.importorskip("furo")

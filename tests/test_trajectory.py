@@ -286,8 +286,20 @@ def marked(names: Sequence[str]) -> list[Any]:
     return [pytest.param(n, marks=slow) if "compiled" in n else n for n in names]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("front_end", marked([*FRONT_ENDS]))
+def every_pair() -> list[Any]:
+    """List front ends with policies; `make test` compiles two of the policies."""
+    pairs = [(front_end, name) for front_end in FRONT_ENDS for name in POLICIES]
+    return [pytest.param(*pair, marks=marks_of(*pair)) for pair in pairs]
+
+
+def marks_of(front_end: str, name: str) -> Any:
+    """Mark what compiles a step for one policy more."""
+    if "compiled" not in front_end:
+        return ()
+    return pytest.mark.slow if name in {"headroom", "torch"} else pytest.mark.long
+
+
+@pytest.mark.parametrize(("front_end", "name"), every_pair())
 def test_one_history_makes_one_trajectory(front_end, name):
     """Step for step the scale that was used and whether the step was applied."""
     policy = POLICIES[name]

@@ -37,6 +37,7 @@ def ran(*arguments, cwd, code=0):
     return done
 
 
+@pytest.mark.long
 def test_two_runs_say_the_same(tmp_path):
     """All of the JSON, with a policy of one's own beside the seven columns."""
     arguments = ("bandit", "--steps", "10", "--seeds", "2", "--json",

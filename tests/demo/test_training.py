@@ -121,6 +121,7 @@ def fp32():
     }
 
 
+@pytest.mark.long
 def test_without_scaling_the_field_in_small_units_is_not_learned(fp32):
     """Every gradient is zero: R^2 stays at that of the untrained network."""
     outcome = trained("field-1e-3", "none")
@@ -130,6 +131,7 @@ def test_without_scaling_the_field_in_small_units_is_not_learned(fp32):
     assert all(row.amax == 0 for row in outcome.rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workload", "column"),
     [
@@ -151,6 +153,7 @@ def test_a_fixed_scale_that_is_too_high_skips_every_step():
     assert "in a row" in outcome.stuck
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workload", ["field-1e-3", "field-1e-5"])
 def test_buoy_as_it_comes_reaches_fp32(fp32, workload):
     """Within 2 %, with no step skipped, for every seed."""

@@ -12,11 +12,18 @@ from buoy._core.errors import OptionError
 from buoy.diagnose import first_nonfinite
 from buoy.torch import GradScaler, keep_fp32
 
-NAMES = [
-    name
-    for name, module in Transformer().named_modules()
-    if not isinstance(module, nn.ModuleList)
-]
+BLOCKS = pytest.mark.parametrize(
+    "blocks", [2, pytest.param(12, marks=pytest.mark.long)]
+)
+
+
+def names_in(model):
+    """List the modules that can be spoilt."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.ModuleList)
+    ]
 
 
 def one_line(culprit):
@@ -33,11 +40,13 @@ def culprit_of(model, **options):
 
 
 @pytest.mark.slow
+@BLOCKS
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_module_of_twelve_blocks_is_named_when_it_overflows(direction):
+def test_every_module_is_named_when_it_overflows(direction, blocks):
     """Injected into each of them in turn, in either direction: all are found."""
-    wrong, model = [], Transformer()
-    for name in NAMES:
+    wrong, model = [], Transformer(blocks)
+    names = names_in(model)
+    for name in names:
         undo = spoil(model.get_submodule(name), direction)
         found = culprit_of(model)
         undo()
@@ -45,14 +54,15 @@ def test_every_module_of_twelve_blocks_is_named_when_it_overflows(direction):
             wrong.append((name, found))
 
     assert [] == wrong
-    assert len(NAMES) == 136
+    assert len(names) == 4 + 11 * blocks
 
 
 @pytest.mark.slow
-def test_every_module_is_named_when_the_gradient_of_its_input_overflows():
+@BLOCKS
+def test_every_module_is_named_when_the_gradient_of_its_input_overflows(blocks):
     """The other end of each module; of the first one no gradient is asked."""
-    wrong, model = [], Transformer()
-    for name in NAMES:
+    wrong, model = [], Transformer(blocks)
+    for name in names_in(model):
         if name in ("", "embed"):  # they take whole numbers
             continue
         undo = spoil(model.get_submodule(name), "backward", at_input=True)

@@ -9,6 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import buoy
 
 FILE = Path(__file__).with_name("peers.jsonl.gz")
@@ -48,6 +50,17 @@ class Golden:
     def policy(self) -> buoy.Policy:
         """Make the preset with the peer's own parameters."""
         return buoy.policy(self.preset, **self.params)
+
+
+EVERYDAY = ("torch", "apex", "keras")  # whose traces `make test` runs on arrays
+
+
+def presets() -> list[Any]:
+    """List the presets; all but a few belong to the long samples."""
+    return [
+        name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long)
+        for name in sorted(load())
+    ]
 
 
 @cache

@@ -6,7 +6,7 @@ import buoy.trace
 from examples.jax_char_transformer import main
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_transformer_learns_in_fp16_with_a_scale_alone(tmp_path, capsys):
     """A shortened run: with scaling the loss is FP32's, without it stays behind."""
     told = main(["--steps", "30", "--trace", str(tmp_path)])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import buoy
 from buoy._core.bounds import bounds_of
 from buoy.jax import applied_of, loss_scaled, scale_of
-from tests.golden import load
+from tests.golden import load, presets
 
 _LARGE = float(np.finfo(np.float32).max)
 
@@ -80,7 +80,7 @@ TOGETHER = 12  # policies in a program
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", sorted(load()))
+@pytest.mark.parametrize("preset", presets())
 def test_presets_keep_to_their_golden_traces(preset):
     """Every trace through `loss_scaled`, jit and scan: the real scaler's own scales."""
     for wide in (False, True):

@@ -190,7 +190,7 @@ def test_a_compiled_step_caps_the_scale_of_an_fp16_loss():
     scaler = GradScaler("cpu", policy=buoy.LossAhead("headroom"))
     x = torch.randn(32, 4).half()
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def scaled():
         weight, bias = (p.half() for p in model.parameters())
         loss = (((x @ weight.T + bias) - x).mul(1e-2) ** 2).mean()

@@ -41,6 +41,7 @@ def test_the_torchrun_example_runs(tmp_path):
     assert re.search(r"2 ranks end at one scale: \[\d+\.0\]", done.stdout)
 
 
+@pytest.mark.long
 def test_the_example_of_grpo_learns_and_writes_its_report(tmp_path):
     """Two steps per round, of one recorded run."""
     done = torchrun(tmp_path, "grpo_fsdp2.py", "--rounds", "5")
