@@ -276,7 +276,7 @@ def test_bad_settings_are_refused(field, value):
 
 
 @pytest.mark.slow
-def test_it_beats_torch_on_recorded_gradients():
+def test_headroom_beats_torch_on_recorded_gradients():
     """48 traces in 12 regimes: in all means, and nearly everywhere in underflow."""
     torch, ours = grid(buoy.policy("torch"), ALL, "unseen"), grid(POLICY, ALL, "unseen")
     found = judge(ours, torch)

@@ -110,7 +110,7 @@ def test_a_failed_forward_pass_costs_its_step_only():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_where_one_scale_fits_it_is_found_and_tried_rarely(seed):
+def test_a_scale_that_fits_is_found_and_others_are_tried_rarely(seed):
     """Ten skips at most, and then one in 500 steps, in 95 % of all runs."""
     kinds = (worlds.hidden, worlds.alternating, worlds.hidden_tasks, alternating_above)
     settled, found = [], []
@@ -130,7 +130,7 @@ def test_where_one_scale_fits_it_is_found_and_tried_rarely(seed):
     "make",
     [worlds.hidden, worlds.alternating, worlds.hidden_tasks, alternating_above],
 )
-def test_where_no_scale_fits_one_step_in_twenty_is_lost_at_most(make, seed):
+def test_at_most_one_step_in_twenty_is_lost_where_no_scale_fits(make, seed):
     """The scale that lets the gradients through overflows elsewhere."""
     world = make(500, seed=seed)
     skips = live(POLICY, world).skipped[:, ~fits(world)].sum(0)

@@ -83,7 +83,7 @@ losses = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=80)
 
 @pytest.mark.parametrize("name", WRAPPED)
 @given(losses, st.lists(st.floats(-20.0, 10.0), min_size=80, max_size=80))
-def test_it_never_raises_the_scale(name, losses, sizes):
+def test_loss_ahead_never_raises_the_scale(name, losses, sizes):
     """Whatever it has seen, a step's scale is at most the one that the policy set."""
     policy = LossAhead(WRAPPED[name])
     state = policy.init()
@@ -271,7 +271,7 @@ def test_bounds_and_wants_are_those_of_the_policy(name):
     assert policy.init(scale=8.0) == wrapped.init(scale=8.0).inner
 
 
-def test_it_is_made_by_name_and_by_object():
+def test_loss_ahead_is_made_by_name_and_by_object():
     """Everywhere a policy is; with the wrapped policy's parameters beside its name."""
     by_name = buoy.policy("loss_ahead", policy="backoff", growth_interval=5)
 

@@ -43,7 +43,7 @@ def test_small_gradients_are_counted_every_sixteenth_step():
     assert math.log2(SMALL) == SMALL_LOG2 == -20.0
 
 
-def test_where_gradients_are_clipped_a_sparse_policy_gets_every_third_size():
+def test_a_sparse_policy_gets_every_third_size_where_gradients_are_clipped():
     """And the first 16."""
     every = {"amax_log2", "sparse", "underflow", "loss"}
     beside = schedule(frozenset(every), clips=True)["amax_log2"]

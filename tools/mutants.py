@@ -85,7 +85,7 @@ _NORMS = tuple(
         "the_norm_is_that_of_the_unsharded_network[routed-True]",
         "the_norm_is_that_of_the_unsharded_network[fsdp2 x stages-False]",
         "the_norm_is_that_of_the_unsharded_network[partial-False]",
-        "it_is_so_where_the_host_reads_nothing[routed]",
+        "the_norm_is_right_where_the_host_reads_nothing[routed]",
         "gradients_that_differ_are_refused[routed-False]",
         "an_error_gives_what_each_rank_holds",
         "where_nobody_reads_the_error_comes_late",
@@ -100,8 +100,8 @@ _NORMS = tuple(
 _FEW_RANKS = tuple(
     f"tests/torch/ranks/test_ranks.py::test_{name}"
     for name in (
-        "it_is_seen_where_the_host_has_to_ask",
-        "others_read_what_the_ranks_agreed_on",
+        "a_rank_with_another_state_is_named_where_the_host_has_to_ask",
+        "torchs_flags_and_norm_are_those_that_the_ranks_agreed_on",
         "a_loss_that_jumps_on_one_rank_is_foreseen_by_all",
     )
 )

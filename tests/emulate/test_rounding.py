@@ -68,7 +68,7 @@ def test_any_float_is_rounded_as_numpy_does(name, drawn):
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8_e5m2"])
-def test_both_ways_of_rounding_are_one(name):
+def test_rounding_by_bits_equals_rounding_by_conversion(name):
     """Bits and conversions agree on a million numbers of all sizes."""
     drawn = torch.randint(-(2**31), 2**31 - 1, (1_000_000,))
     values = drawn.to(torch.int32).view(torch.float32)

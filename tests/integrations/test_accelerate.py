@@ -176,7 +176,7 @@ def test_accelerates_own_numbers_count_unless_a_policy_is_given():
     assert type(policy).__name__ == "Headroom"
 
 
-def test_it_comes_before_prepare():
+def test_a_scaler_given_after_prepare_is_refused():
     """What is prepared has kept the other scaler."""
     made = Accelerator(mixed_precision="fp16", cpu=True)
     made.prepare(Net())

@@ -122,7 +122,7 @@ def test_a_wrong_nesting_is_reported_once_with_its_remedy(name):
 
 
 @pytest.mark.parametrize("reader", [scale_of, applied_of, value_and_grad(loss_fn)])
-def test_it_is_reported_by_whoever_looks_for_the_state_at_the_line_that_asked(reader):
+def test_a_wrong_nesting_is_reported_at_the_line_that_reads_the_state(reader):
     args = (PARAMS,) if reader not in (scale_of, applied_of) else ()
     state = optax.chain(CLIP, scaled()).init(PARAMS)
 
@@ -133,7 +133,7 @@ def test_it_is_reported_by_whoever_looks_for_the_state_at_the_line_that_asked(re
 
 
 @pytest.mark.parametrize("name", ["TrainState", "nnx.Optimizer", "tuple of a loop"])
-def test_it_is_reported_inside_of_other_trees(name):
+def test_a_wrong_nesting_is_reported_inside_of_other_trees(name):
     """What surrounds the optimizer's state is searched, too."""
     tx = optax.chain(CLIP, scaled())
     if name == "TrainState":

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_it_says_in_words_what_the_page_says(folder):
+def test_the_command_says_in_words_what_the_page_says(folder):
     """Where the page is, and how each run fared; in 80 columns."""
     done = command("a.buoy", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")

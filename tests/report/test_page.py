@@ -97,7 +97,7 @@ def requests(browser):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("which", ["page", "both"])
-def test_it_opens_without_a_word_and_without_a_network(
+def test_the_page_opens_without_a_message_and_without_a_network(
     show, request, which, dark, width
 ):
     """No console error, no request, nothing wider than the screen, charts drawn."""

@@ -132,7 +132,7 @@ def test_in_a_terminal_it_draws_until_the_run_ends(going_on):
     assert b"ended" in drawn
 
 
-def test_it_waits_for_a_run_that_has_not_started(tmp_path):
+def test_watching_waits_for_a_run_that_has_not_started(tmp_path):
     """And says so; asked for one frame only, it is an error."""
     path = tmp_path / "run.buoy"
     done = watched(path, "--once")

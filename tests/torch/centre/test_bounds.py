@@ -154,15 +154,15 @@ def test_a_scale_set_by_hand_is_brought_within_a_policy_s_bounds():
 
 
 @pytest.mark.parametrize("small", [1e-39, 2.0**-128, 2.0**-149])
-def test_a_scale_that_nothing_can_be_divided_by_is_refused(small):
+def test_a_scale_that_nothing_can_be_divided_by_is_refused(small, loop):
     """1 / scale would be inf, and a gradient of 0 times that NaN."""
     with pytest.raises(OptionError):
         GradScaler("cpu", init_scale=small)
     with pytest.raises(OptionError):
         GradScaler("cpu", min_scale=small)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler, weight, optimizer = loop(
+        "fused adamw", torch.ones(2), lr=1e-3, init_scale=8.0
+    )
     scaler.scale(weight.sum() * 0.0).backward()
     scaler.step(optimizer)
     with pytest.raises(OptionError):
@@ -173,11 +173,11 @@ def test_a_scale_that_nothing_can_be_divided_by_is_refused(small):
 
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("fused", [True, False])
-def test_zero_gradients_are_not_multiplied_by_an_infinite_number(order, fused):
+def test_zero_gradients_are_not_multiplied_by_an_infinite_number(order, fused, loop):
     """Whoever wrote such a scale into the tensor: the step is skipped."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(2), lr=0.1, fused=fused, init_scale=8.0
+    )
     scaler.scale(weight.sum() * 0.0).backward()
     scaler._scale.fill_(1e-40)
     scaler.clip_grad_norm_(optimizer, 1.0, norm_type=order)
@@ -190,12 +190,12 @@ def test_zero_gradients_are_not_multiplied_by_an_infinite_number(order, fused):
 @pytest.mark.parametrize("policy", [None, "backoff", "headroom"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_scale_that_others_write_and_nothing_can_be_divided_by(
-    fused, policy, written
+    fused, policy, written, loop
 ):
     """The step is skipped, and the scale comes back."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(2), lr=0.1, fused=fused, policy=policy
+    )
     scaler.scale(weight.sum()).backward()
     scaler._scale.fill_(written)
     scaler.step(optimizer)
@@ -204,11 +204,16 @@ def test_a_scale_that_others_write_and_nothing_can_be_divided_by(
     assert scaler.get_scale() >= 2.0**-24
 
 
-def test_a_scale_beyond_a_policys_bounds_is_the_same_for_loss_and_gradients():
+def test_a_scale_beyond_a_policys_bounds_is_the_same_for_loss_and_gradients(loop):
     """What others wrote is brought within the bounds before a loss is multiplied."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", policy="backoff", init_scale=1024.0, max_scale=2048.0)
+    scaler, weight, optimizer = loop(
+        "sgd",
+        torch.ones(2),
+        lr=0.1,
+        policy="backoff",
+        init_scale=1024.0,
+        max_scale=2048.0,
+    )
     scaler.scale(torch.ones((), requires_grad=True))
     scaler._scale.fill_(2.0**16)
     scaler.scale(weight.sum()).backward()
@@ -220,14 +225,14 @@ def test_a_scale_beyond_a_policys_bounds_is_the_same_for_loss_and_gradients():
 @pytest.mark.parametrize("visible", [True, False])
 @pytest.mark.parametrize("bounds", [{"max_scale": 16.0}, {"min_scale": 128.0}])
 def test_a_scale_that_others_write_beyond_given_bounds_is_brought_back(
-    visible, bounds, monkeypatch
+    visible, bounds, monkeypatch, loop
 ):
     """By the next update, on the host as on a device."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu", init_scale=next(iter(bounds.values())), **bounds)
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(2), lr=0.0, init_scale=next(iter(bounds.values())), **bounds
+    )
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     scaler._scale.fill_(64.0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import OPTIMIZERS, loss_of, net
+from nets import loss_of, net
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.measure import clip_factor_of
@@ -39,13 +39,11 @@ def test_the_norm_is_that_of_torch_to_the_last_bit(order):
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused sgd", "fused adamw"])
 @pytest.mark.parametrize("order", [2.0, math.inf, 1.0, 3.0])
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
-def test_one_pass_equals_unscale_then_torchs_clipping(kind, order, max_norm):
+def test_one_pass_equals_unscale_then_torchs_clipping(kind, order, max_norm, loop):
     """The same norm, and the same weights, as in the documented three calls."""
     outcomes = []
     for one_pass in (True, False):
-        model = net()
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        scaler = GradScaler("cpu", init_scale=1000.0)
+        scaler, model, optimizer = loop(kind, init_scale=1000.0)
         norms = []
         for step in range(4):
             optimizer.zero_grad()
@@ -70,13 +68,11 @@ def test_one_pass_equals_unscale_then_torchs_clipping(kind, order, max_norm):
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 @pytest.mark.parametrize("max_norm", [0.05, 3.0, 100.0])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_bound_may_be_a_tensor(kind, max_norm, unscaled):
+def test_a_bound_may_be_a_tensor(kind, max_norm, unscaled, loop):
     """The same norm, gradients and weights as with the plain number."""
     outcomes = []
     for bound in (max_norm, torch.tensor(max_norm)):
-        model = net()
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler, model, optimizer = loop(kind, init_scale=1024.0)
         scaler.scale(loss_of(model, 0) * 7.0).backward()
         if unscaled:
             scaler.unscale_(optimizer)
@@ -92,22 +88,18 @@ def test_a_bound_may_be_a_tensor(kind, max_norm, unscaled):
         torch.testing.assert_close(number, tensor, rtol=1e-6, atol=0.0)
 
 
-def test_nothing_is_written_for_optimizers_that_take_grad_scale():
+def test_nothing_is_written_for_optimizers_that_take_grad_scale(loop):
     """The gradients stay as the backward pass left them until the optimizer's step."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler, model, optimizer = loop("fused adamw", lr=0.1, init_scale=8.0)
     scaler.scale(loss_of(model, 0)).backward()
     before = [(p.grad, p.grad._version) for p in model.parameters()]
     scaler.clip_grad_norm_(optimizer, 0.1)
     assert [(p.grad, p.grad._version) for p in model.parameters()] == before
 
 
-def test_others_have_unscaled_clipped_gradients_after_the_call():
+def test_unfused_optimizers_have_unscaled_clipped_gradients_after_the_call(loop):
     """Who reads `.grad` between clipping and stepping sees what will be applied."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     scaler.scale(loss_of(model, 0)).backward()
     norm = scaler.clip_grad_norm_(optimizer, 0.01)
     left = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
@@ -117,11 +109,9 @@ def test_others_have_unscaled_clipped_gradients_after_the_call():
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 @pytest.mark.parametrize("bad", ["inf", "-inf", "nan"])
-def test_a_non_finite_gradient_skips_and_the_norm_says_so(kind, bad):
+def test_a_non_finite_gradient_skips_and_the_norm_says_so(kind, bad, loop):
     """The norm is inf or NaN, the weights stay, the scale falls."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(kind)
     before = [p.detach().clone() for p in model.parameters()]
     scaler.scale(loss_of(model, 0)).backward()
     model[0].weight.grad[0, 0] = float(bad)
@@ -138,14 +128,12 @@ def test_a_non_finite_gradient_skips_and_the_norm_says_so(kind, bad):
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
 @pytest.mark.parametrize("visible", [True, False])
 def test_a_sum_of_squares_that_overflows_is_not_called_non_finite(
-    kind, visible, monkeypatch
+    kind, visible, monkeypatch, loop
 ):
     """Gradients of 1e25 are finite though their squares are not, on any device."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    weight = torch.nn.Parameter(torch.zeros(4))
-    optimizer = OPTIMIZERS[kind]([weight])
-    scaler = GradScaler("cpu", init_scale=2.0**80)
+    scaler, weight, optimizer = loop(kind, torch.zeros(4), init_scale=2.0**80)
     scaler.scale(weight.sum()).backward()
     weight.grad.fill_(1e25)
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -156,11 +144,9 @@ def test_a_sum_of_squares_that_overflows_is_not_called_non_finite(
     assert weight.abs().max().item() == pytest.approx(0.05 * min(0.5, 1e25 / 2.0**80))
 
 
-def test_error_if_nonfinite_is_torchs_error():
+def test_error_if_nonfinite_is_torchs_error(loop):
     """Who wants an exception gets one, of torch's type."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     scaler.scale(loss_of(model, 0)).backward()
     model[0].weight.grad[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match="non-finite") as caught:
@@ -168,11 +154,10 @@ def test_error_if_nonfinite_is_torchs_error():
     assert isinstance(caught.value, NonfiniteNormError)
 
 
-def test_clipping_after_unscaling_by_hand_does_not_unscale_again():
+def test_clipping_after_unscaling_by_hand_does_not_unscale_again(loop):
     """`unscale_` then our clipping is torch's clipping of unscaled gradients."""
     model, other = net(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model, lr=0.1)
     scaler.scale(loss_of(model, 0)).backward()
     scaler.unscale_(optimizer)
     loss_of(other, 0).backward()
@@ -185,11 +170,9 @@ def test_clipping_after_unscaling_by_hand_does_not_unscale_again():
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
-def test_clipping_twice_keeps_the_tighter_bound(kind):
+def test_clipping_twice_keeps_the_tighter_bound(kind, loop):
     """The second call sees what the first left."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(kind)
     before = [p.detach().clone() for p in model.parameters()]
     scaler.scale(loss_of(model, 0)).backward()
     scaler.clip_grad_norm_(optimizer, 0.5)
@@ -203,11 +186,9 @@ def test_clipping_twice_keeps_the_tighter_bound(kind):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
-def test_unscale_after_clipping_writes_what_was_decided(kind):
+def test_unscale_after_clipping_writes_what_was_decided(kind, loop):
     """With either kind of optimizer the gradients can be had in the end."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(kind)
     scaler.scale(loss_of(model, 0)).backward()
     scaler.clip_grad_norm_(optimizer, 0.01)
     if kind == "fused sgd":
@@ -220,12 +201,10 @@ def test_unscale_after_clipping_writes_what_was_decided(kind):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
-def test_clip_by_value(kind):
+def test_clip_by_value(kind, loop):
     """Every unscaled gradient is clamped; an inf still skips the step."""
     for bad in (False, True):
-        weight = torch.nn.Parameter(torch.tensor([3.0, 0.25]))
-        optimizer = OPTIMIZERS[kind]([weight])
-        scaler = GradScaler("cpu")
+        scaler, weight, optimizer = loop(kind, torch.tensor([3.0, 0.25]))
         scaler.scale((weight**2).sum() - 9.0 * weight[1]).backward()
         if bad:
             weight.grad[1] = float("inf")
@@ -236,11 +215,9 @@ def test_clip_by_value(kind):
         assert scaler.last_step.applied is not bad
 
 
-def test_clipping_after_the_step_is_refused():
+def test_clipping_after_the_step_is_refused(loop):
     """Too late to clip: an error says where the call belongs."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
     for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
@@ -249,13 +226,11 @@ def test_clipping_after_the_step_is_refused():
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_negative_clip_value_is_refused_wherever_it_is(hidden, monkeypatch):
+def test_a_negative_clip_value_is_refused_wherever_it_is(hidden, monkeypatch, loop):
     """Values are clamped by a number, so one on a device is read."""
     if hidden:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(OptionError, match="clip_value"):
         scaler.clip_grad_value_(optimizer, torch.tensor(-1.0))
@@ -263,13 +238,11 @@ def test_a_negative_clip_value_is_refused_wherever_it_is(hidden, monkeypatch):
 
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
-def test_no_gradients_have_norm_zero(unscaled, hidden, monkeypatch):
+def test_no_gradients_have_norm_zero(unscaled, hidden, monkeypatch, loop):
     """As torch's function answers for parameters without gradients."""
     if hidden:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     scaler.scale(loss_of(model, 0))
     if unscaled:
         scaler.unscale_(optimizer)
@@ -278,13 +251,11 @@ def test_no_gradients_have_norm_zero(unscaled, hidden, monkeypatch):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
-def test_clipping_to_zero_applies_zeros(fused, hidden, monkeypatch):
+def test_clipping_to_zero_applies_zeros(fused, hidden, monkeypatch, loop):
     """That is what was asked for; it is not a factor that has underflowed."""
     if hidden:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, fused=fused)
     scaler.scale(weight.sum()).backward()
     scaler.clip_grad_norm_(optimizer, 0.0)
     scaler.step(optimizer)
@@ -293,7 +264,7 @@ def test_clipping_to_zero_applies_zeros(fused, hidden, monkeypatch):
     assert torch.equal(weight, torch.ones(2))
 
 
-def test_mixed_dtypes_and_layouts_have_one_norm():
+def test_mixed_dtypes_and_layouts_have_one_norm(loop):
     """BF16, FP64, complex and sparse gradients count together, and are unscaled."""
     params = [
         torch.nn.Parameter(torch.zeros(3)),
@@ -301,8 +272,7 @@ def test_mixed_dtypes_and_layouts_have_one_norm():
         torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)),
         torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
     ]
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler, _, optimizer = loop("sgd", params, lr=1.0, init_scale=4.0)
     scaler.scale(params[0].sum()).backward()
     for param in params:
         param.grad = torch.full_like(param, 4.0)
@@ -315,11 +285,11 @@ def test_mixed_dtypes_and_layouts_have_one_norm():
     assert torch.equal(params[1].detach(), torch.full((3,), -1.0, dtype=torch.bfloat16))
 
 
-def test_half_precision_gradients_do_not_round_the_factor():
+def test_half_precision_gradients_do_not_round_the_factor(loop):
     """A multiplier far below FP16's range still unscales FP16 gradients (fused)."""
-    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
-    scaler = GradScaler("cpu", init_scale=2.0**30)
+    scaler, weight, optimizer = loop(
+        "fused sgd", torch.zeros(3, dtype=torch.float16), lr=1.0, init_scale=2.0**30
+    )
     scaler.scale(torch.ones((), requires_grad=True))
     weight.grad = torch.full((3,), 2.0**14, dtype=torch.float16)
     scaler.clip_grad_norm_(optimizer, 2.0**40)
@@ -351,11 +321,9 @@ def test_an_optimizer_that_takes_the_scaler_gets_clipped_gradients():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_no_order_of_norm_lets_a_bad_gradient_through(fused, order, bad):
+def test_no_order_of_norm_lets_a_bad_gradient_through(fused, order, bad, loop):
     """Some norms are finite though an element is not; the check does not hang on it."""
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([param], fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("adamw", torch.ones(3), lr=1e-3, fused=fused)
     scaler.scale(param.sum()).backward()
     param.grad[0] = bad
     scaler.clip_grad_norm_(optimizer, 1.0, norm_type=order)
@@ -366,11 +334,9 @@ def test_no_order_of_norm_lets_a_bad_gradient_through(fused, order, bad):
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, None, "1"])
-def test_a_threshold_that_would_spoil_gradients_is_refused(value):
+def test_a_threshold_that_would_spoil_gradients_is_refused(value, loop):
     """Not a number, below 0, or nothing at all."""
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("sgd", torch.ones(3), lr=0.1)
     scaler.scale(param.sum()).backward()
     with pytest.raises(OptionError, match="`max_norm` must be a number"):
         scaler.clip_grad_norm_(optimizer, value)
@@ -379,14 +345,13 @@ def test_a_threshold_that_would_spoil_gradients_is_refused(value):
 
 
 @pytest.mark.parametrize("by", ["norm", "value"])
-def test_duplicate_rows_of_a_sparse_gradient_are_clipped_as_their_sum(by):
+def test_duplicate_rows_of_a_sparse_gradient_are_clipped_as_their_sum(by, loop):
     """A word that occurs three times has one row of gradient, not three."""
     moved = []
     for sparse in (False, True):
         layer = torch.nn.Embedding(4, 3, sparse=sparse)
         torch.nn.init.zeros_(layer.weight)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        scaler = GradScaler("cpu")
+        scaler, _, optimizer = loop("sgd", layer, lr=1.0)
         weights = torch.tensor([1.0, 2.0, 3.0])
         loss = (layer(torch.tensor([0, 0, 0, 1])) * weights).sum()
         scaler.scale(loss).backward()
@@ -403,11 +368,11 @@ def test_duplicate_rows_of_a_sparse_gradient_are_clipped_as_their_sum(by):
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, 4.0, math.inf])
-def test_complex_gradients_have_torch_s_norm(order):
+def test_complex_gradients_have_torch_s_norm(order, loop):
     """The magnitude of 3 - 4i is 5, whatever the order."""
-    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler, param, optimizer = loop(
+        "sgd", torch.zeros(2, dtype=torch.complex64), lr=0.1, init_scale=4.0
+    )
     scaler.scale(param.real.sum()).backward()
     param.grad.copy_(torch.tensor([3 - 4j, 1 + 0j]) * 4)
     expected = torch.linalg.vector_norm(torch.tensor([5.0, 1.0]), order)
@@ -417,11 +382,11 @@ def test_complex_gradients_have_torch_s_norm(order):
     torch.testing.assert_close(param.grad, torch.tensor([3 - 4j, 1 + 0j]))
 
 
-def test_complex_gradients_whose_magnitude_float32_cannot_hold_are_applied():
+def test_complex_gradients_whose_magnitude_float32_cannot_hold_are_applied(loop):
     """Both parts are finite, and so is the norm once it is unscaled."""
-    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop(
+        "sgd", torch.zeros(2, dtype=torch.complex64), lr=0.1
+    )
     scaler.scale(param.real.sum()).backward()
     param.grad.fill_(3e38 + 3e38j)
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -431,11 +396,9 @@ def test_complex_gradients_whose_magnitude_float32_cannot_hold_are_applied():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_clipping_twice_by_different_norms_does_both(fused):
+def test_clipping_twice_by_different_norms_does_both(fused, loop):
     """First to a length of 1, then no element above 0.1: fused or not."""
-    param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("sgd", torch.zeros(4), lr=1.0, fused=fused)
     scaler.scale(param.sum()).backward()
     scaler.clip_grad_norm_(optimizer, 1.0, 2.0)
     scaler.clip_grad_norm_(optimizer, 0.1, math.inf)
@@ -444,7 +407,7 @@ def test_clipping_twice_by_different_norms_does_both(fused):
     torch.testing.assert_close(param.detach(), torch.full((4,), -0.1))
 
 
-def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
+def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping(loop):
     """What was clipped through one object is not stepped through another."""
 
     class Wrapper:
@@ -454,9 +417,7 @@ def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
             self.step = optimizer.step
             self.param_groups = optimizer.param_groups
 
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("fused sgd", torch.ones(2), lr=1.0)
     scaler.scale(param.sum() * 10).backward()
     scaler.clip_grad_norm_(Wrapper(optimizer), 1.0)
     with pytest.raises(CallOrderError, match="Pass the same object"):
@@ -464,11 +425,13 @@ def test_a_wrapper_of_a_fused_optimizer_cannot_lose_the_clipping():
 
 
 @pytest.mark.parametrize("unscaled", [True, False])
-def test_parameters_without_elements_have_no_largest_one(unscaled):
+def test_parameters_without_elements_have_no_largest_one(unscaled, loop):
     """Of which torch makes an error."""
-    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0))]
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, params, optimizer = loop(
+        "sgd",
+        [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0))],
+        lr=0.1,
+    )
     scaler.scale(sum(param.sum() for param in params)).backward()
     if unscaled:
         scaler.unscale_(optimizer)
@@ -480,13 +443,13 @@ def test_parameters_without_elements_have_no_largest_one(unscaled):
 @pytest.mark.parametrize("limit", [math.inf, torch.tensor(math.inf), 1.0])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_norm_beyond_float32_of_finite_gradients_makes_no_nan(
-    order, limit, fused, monkeypatch
+    order, limit, fused, monkeypatch, loop
 ):
     """On a device that nobody asks its bound is inf; nothing is multiplied by that."""
     monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    weight = torch.nn.Parameter(torch.ones(64))
-    optimizer = torch.optim.AdamW([weight], lr=0.01, fused=fused)
-    scaler = GradScaler("cpu", init_scale=2.0**100)
+    scaler, weight, optimizer = loop(
+        "adamw", torch.ones(64), fused=fused, init_scale=2.0**100
+    )
     scaler.scale(weight.sum()).backward()
     weight.grad.fill_(3e38)
     scaler.clip_grad_norm_(optimizer, limit, norm_type=order)
@@ -509,7 +472,7 @@ def test_a_norm_beyond_float32_of_finite_gradients_makes_no_nan(
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("hidden", [True, False])
 def test_no_dtype_hides_what_is_not_finite(
-    dtype, bad, policy, clip, fused, hidden, monkeypatch
+    dtype, bad, policy, clip, fused, hidden, monkeypatch, loop
 ):
     """Alone or beside others, whoever looks at it."""
     if hidden:
@@ -517,8 +480,7 @@ def test_no_dtype_hides_what_is_not_finite(
     params = [
         torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (dtype, torch.float32)
     ]
-    optimizer = torch.optim.AdamW(params, lr=0.01, fused=fused)
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, _, optimizer = loop("adamw", params, fused=fused, policy=policy)
     scaler.scale(sum(param.float().sum() for param in params)).backward()
     params[0].grad[1] = bad
     if clip:
@@ -531,11 +493,13 @@ def test_no_dtype_hides_what_is_not_finite(
 
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("fused", [True, False])
-def test_finite_gradients_whose_norm_float32_cannot_hold_are_applied(order, fused):
+def test_finite_gradients_whose_norm_float32_cannot_hold_are_applied(
+    order, fused, loop
+):
     """Nothing about them is non-finite; without the scale their norm fits, too."""
-    weight = torch.nn.Parameter(torch.ones(64))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu", init_scale=2.0**100)
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(64), lr=1.0, fused=fused, init_scale=2.0**100
+    )
     scaler.scale(weight.sum()).backward()
     weight.grad.fill_(3e38)
     plain = 3e38 / 2.0**100
@@ -556,12 +520,17 @@ def test_finite_gradients_whose_norm_float32_cannot_hold_are_applied(order, fuse
     [(torch.float64, 1e60, 2.0**16), (torch.float32, 1e38, 1.0), (None, 1e33, 2.0**16)],
 )
 def test_gradients_beyond_float32_are_clipped_to_the_threshold(
-    dtype, size, scale, sync, fused, unscaled
+    dtype, size, scale, sync, fused, unscaled, loop
 ):
     """Clipping them to zeros would be a step that learns nothing."""
-    weight = torch.nn.Parameter(torch.ones(64, dtype=dtype or torch.float32))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu", init_scale=scale, sync=sync)
+    scaler, weight, optimizer = loop(
+        "sgd",
+        torch.ones(64, dtype=dtype or torch.float32),
+        lr=1.0,
+        fused=fused,
+        init_scale=scale,
+        sync=sync,
+    )
     scaler.scale((weight * size).sum()).backward()
     if unscaled:
         scaler.unscale_(optimizer)
@@ -581,12 +550,10 @@ def test_gradients_beyond_float32_are_clipped_to_the_threshold(
     "bound", [-1.0, math.nan, None, "1", torch.tensor(-1.0), torch.tensor(math.nan)]
 )
 def test_a_bound_that_would_reverse_or_spoil_gradients_is_refused(
-    bound, clip, enabled, unscaled
+    bound, clip, enabled, unscaled, loop
 ):
     """As a number or as a tensor, whatever happened to the gradients before."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", enabled=enabled)
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, enabled=enabled)
     scaler.scale(weight.sum()).backward()
     if unscaled:
         scaler.unscale_(optimizer)
@@ -598,12 +565,12 @@ def test_a_bound_that_would_reverse_or_spoil_gradients_is_refused(
 
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_negative_bound_on_a_device_skips_the_step(fused, unscaled, monkeypatch):
+def test_a_negative_bound_on_a_device_skips_the_step(
+    fused, unscaled, monkeypatch, loop
+):
     """It is not read there, and must not turn the step around."""
     monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, fused=fused)
     scaler.scale(weight.sum()).backward()
     if unscaled:
         scaler.unscale_(optimizer)
@@ -616,21 +583,17 @@ def test_a_negative_bound_on_a_device_skips_the_step(fused, unscaled, monkeypatc
 
 @pytest.mark.parametrize("order", [math.nan, "two", None])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_an_order_that_is_none_is_refused(order, enabled):
+def test_an_order_that_is_none_is_refused(order, enabled, loop):
     """A norm of order NaN is NaN, and so were the gradients after it."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", enabled=enabled)
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, enabled=enabled)
     scaler.scale(weight.sum()).backward()
     with pytest.raises(OptionError, match="`norm_type` must be the order of a norm"):
         scaler.clip_grad_norm_(optimizer, 1.0, order)
 
 
-def test_torch_s_argument_foreach_is_taken():
+def test_torch_s_argument_foreach_is_taken(loop):
     """Code that passes it to torch's functions passes it here."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1)
     scaler.scale((weight * 4.0).sum()).backward()
     scaler.clip_grad_value_(optimizer, 3.0, foreach=False)
     assert scaler.clip_grad_norm_(optimizer, math.inf, foreach=True) == math.sqrt(18.0)
@@ -638,11 +601,11 @@ def test_torch_s_argument_foreach_is_taken():
 
 @pytest.mark.parametrize("first", ["clip", "unscale", "value"])
 @pytest.mark.parametrize("sync", ["auto", "never"])
-def test_sparse_gradients_are_clipped_again(first, sync):
+def test_sparse_gradients_are_clipped_again(first, sync, loop):
     """Torch has no norm of a sparse tensor; its values have one."""
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, table, optimizer = loop(
+        "sgd", torch.nn.Embedding(4, 2, sparse=True), lr=0.1, sync=sync
+    )
     scaler.scale(table(torch.tensor([0, 0, 1])).sum()).backward()  # 2, 2, 1, 1
     if first == "unscale":
         scaler.unscale_(optimizer)
@@ -661,11 +624,11 @@ def test_sparse_gradients_are_clipped_again(first, sync):
 @pytest.mark.parametrize("sync", ["auto", "never"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("by", ["torch", "clamp"])
-def test_the_norm_of_gradients_edited_by_hand_is_not_guessed(by, fused, sync):
+def test_the_norm_of_gradients_edited_by_hand_is_not_guessed(by, fused, sync, loop):
     """What `.grad` holds then is not the norm before clipping."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(2), lr=0.1, fused=fused, sync=sync
+    )
     for bad in (1.0, math.inf):
         optimizer.zero_grad()
         scaler.scale((weight * 1000.0 * torch.tensor([1.0, bad])).sum()).backward()
@@ -687,14 +650,18 @@ def test_the_norm_of_gradients_edited_by_hand_is_not_guessed(by, fused, sync):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [None, math.inf, math.nan])
 def test_clipping_by_value_keeps_norm_and_offenders(
-    bad, fused, sync, hidden, monkeypatch
+    bad, fused, sync, hidden, monkeypatch, loop
 ):
     """The clamped gradients show neither."""
     if hidden:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, params, optimizer = loop(
+        "sgd",
+        [torch.nn.Parameter(torch.ones(2)) for _ in range(2)],
+        lr=0.1,
+        fused=fused,
+        sync=sync,
+    )
     scaler.scale(3.0 * params[0].sum() + 4.0 * params[1].sum()).backward()
     if bad is not None:
         params[1].grad[0] = bad
@@ -710,11 +677,9 @@ def test_clipping_by_value_keeps_norm_and_offenders(
         assert last.offenders == ("param_groups[0]['params'][1] (2)",)
 
 
-def test_a_disabled_scaler_reports_the_norm_before_clipping():
+def test_a_disabled_scaler_reports_the_norm_before_clipping(loop):
     """As an enabled one, and nothing if the gradients were edited by hand."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", enabled=False)
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, enabled=False)
     norms = []
     for way in ("ours", "torch", "none"):
         optimizer.zero_grad()
@@ -729,11 +694,11 @@ def test_a_disabled_scaler_reports_the_norm_before_clipping():
     assert norms == [pytest.approx(2e6**0.5), None, pytest.approx(2e6**0.5)]
 
 
-def test_a_count_is_not_divided_by_the_scale():
+def test_a_count_is_not_divided_by_the_scale(loop):
     """The norm of order 0 counts, whatever multiplies the gradients; as in torch."""
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    scaler = GradScaler("cpu", init_scale=2.0**16)
+    scaler, layer, optimizer = loop(
+        "sgd", torch.nn.Linear(3, 2), lr=1.0, init_scale=2.0**16
+    )
     scaler.scale(layer(torch.ones(4, 3)).sum()).backward()
     plain = [param.grad.clone() / 2.0**16 for param in layer.parameters()]
 
@@ -758,11 +723,9 @@ def test_the_host_computes_the_clip_factor_as_kernels_do(size, max_norm):
     assert by_kernels.item() == clip_factor_of(norm, max_norm).item()
 
 
-def test_clipping_before_the_backward_pass_leaves_a_step_that_can_be_taken():
+def test_clipping_before_the_backward_pass_leaves_a_step_that_can_be_taken(loop):
     """A policy that reads the norm gets none: nothing was clipped."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", policy="headroom")
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, policy="headroom")
     loss = scaler.scale(weight.sum())
 
     assert 0.0 == scaler.clip_grad_norm_(optimizer, 1.0)

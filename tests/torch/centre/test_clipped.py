@@ -89,11 +89,9 @@ def test_every_policy_tells_with_its_own_first_scale(name):
 @pytest.mark.parametrize("sync", ["auto", "never"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("change", [by_norm, by_value, by_hand])
-def test_it_is_told_in_the_third_step(change, kind, sync):
+def test_clipping_by_hand_is_told_in_the_third_step(change, kind, sync, loop):
     """With any optimizer, however it is clipped; new tensors in the fourth."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, model, optimizer = loop(kind, sync=sync)
     told, _ = train(scaler, change, 8, model=model, optimizer=optimizer)
     assert told == [4 if change is by_hand else 3]
 
@@ -132,11 +130,9 @@ def test_clipping_that_begins_later_is_told(start):
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_accumulated_gradients_are_watched_too(set_to_none):
+def test_accumulated_gradients_are_watched_too(set_to_none, loop):
     """Several backward passes, then clipping."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop()
 
     def steps():
         for step in range(4):
@@ -187,7 +183,7 @@ def test_overflows_still_lower_a_scale_that_does_not_rise(name):
 
 
 @pytest.mark.parametrize("name", [None, "torch", "backoff", "deepspeed", "keras"])
-def test_others_only_report(name):
+def test_policies_that_measure_nothing_only_report(name):
     """Their scales are the same as without the mistake."""
     options = {"growth_interval": 3} if name in (None, "torch", "backoff") else {}
     policy = name and buoy.policy(name, **options)
@@ -211,11 +207,9 @@ def test_scaling_goes_on_when_the_mistake_is_corrected():
 
 @pytest.mark.parametrize("at_step", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("name", RAISING)
-def test_a_saved_state_resumes_exactly(name, at_step):
+def test_a_saved_state_resumes_exactly(name, at_step, loop):
     """Before it is told, and after."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = GradScaler("cpu", policy=at(name, 64.0))
+    scaler, model, optimizer = loop(policy=at(name, 64.0))
 
     def rest(scaler, model, optimizer):
         _, scales = train(scaler, by_norm, 30, model=model, optimizer=optimizer)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import OPTIMIZERS
 
 import buoy.torch
 from buoy._backends import torch as backend
-from buoy.torch import GradScaler
 
 MAKERS = {"tensor", "full", "zeros", "ones", "empty", "arange", "rand", "randn"}
 
@@ -30,11 +28,11 @@ def default(request, monkeypatch):
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd", "adamw", "fused adamw"])
 @pytest.mark.parametrize("policy", [None, "headroom"])
 @pytest.mark.parametrize("sync", ["auto", "never"])
-def test_steps_do_not_depend_on_defaults(default, kind, policy, sync):
+def test_steps_do_not_depend_on_defaults(default, kind, policy, sync, loop):
     """The kernel passes its test, good steps are applied and a bad one is not."""
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
-    optimizer = OPTIMIZERS[kind]([weight])
-    scaler = GradScaler("cpu", policy=policy, sync=sync)
+    scaler, weight, optimizer = loop(
+        kind, torch.ones(3, dtype=torch.float32, device="cpu"), policy=policy, sync=sync
+    )
     applied = []
     for step, bad in enumerate((False, True, False, False)):
         optimizer.zero_grad()

@@ -80,11 +80,11 @@ def test_a_missing_kernel_is_no_obstacle(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_complex_parameters_train(bad):
+def test_complex_parameters_train(bad, loop):
     """Torch has no kernel for complex gradients; as pairs of reals they are as any."""
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = torch.optim.SGD([weight], lr=0.25)
-    scaler = GradScaler("cpu")
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(3, dtype=torch.complex64), lr=0.25
+    )
     scaler.scale((weight.abs() ** 2).sum()).backward()
     if bad:
         weight.grad[1] = complex(1.0, math.inf)
@@ -99,12 +99,11 @@ def test_complex_parameters_train(bad):
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_sparse_embeddings_train(bad, clip):
+def test_sparse_embeddings_train(bad, clip, loop):
     """A sparse embedding, its optimizer, and clipping of its values."""
     table = torch.nn.Embedding(10, 4, sparse=True)
     before = table.weight.detach().clone()
-    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", table, lr=0.1)
     scaler.scale(table(torch.tensor([1, 3, 3])).sum()).backward()
     if bad:
         table.weight.grad._values()[0, 0] = math.nan
@@ -117,13 +116,12 @@ def test_sparse_embeddings_train(bad, clip):
     assert moved.nonzero().flatten().tolist() == ([] if bad else [1, 3])
 
 
-def test_empty_gradients_are_finite():
+def test_empty_gradients_are_finite(loop):
     """A tensor without elements has nothing wrong with it."""
     params = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.ones(2))]
     for fused in (False, True):
         for clip in (False, True):
-            optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
-            scaler = GradScaler("cpu")
+            scaler, _, optimizer = loop("sgd", params, lr=0.1, fused=fused)
             scaler.scale(params[1].sum()).backward()
             params[0].grad = torch.zeros(0)
             if clip:
@@ -133,7 +131,7 @@ def test_empty_gradients_are_finite():
             assert scaler.last_step.applied
 
 
-def test_large_gradients_are_summed_and_looked_at_again():
+def test_large_gradients_are_summed_and_looked_at_again(loop):
     """Sums that overflow are no overflow; a single inf in millions is one."""
     for value, applied in (
         (1.0, True),
@@ -141,9 +139,9 @@ def test_large_gradients_are_summed_and_looked_at_again():
         (math.inf, False),
         (math.nan, False),
     ):
-        weight = torch.nn.Parameter(torch.zeros(20_000))
-        optimizer = torch.optim.SGD([weight], lr=1e-38, fused=True)
-        scaler = GradScaler("cpu", init_scale=1.0)
+        scaler, weight, optimizer = loop(
+            "fused sgd", torch.zeros(20_000), lr=1e-38, init_scale=1.0
+        )
         scaler.scale(weight.sum()).backward()
         weight.grad.fill_(3e38 if value == 3e38 else 1.0)
         weight.grad[777] = value
@@ -177,11 +175,9 @@ def test_without_torch_the_import_says_what_to_install():
     assert "[torch]" in done.stdout
 
 
-def test_the_loss_of_several_elements_or_dtypes_is_scaled():
+def test_the_loss_of_several_elements_or_dtypes_is_scaled(loop):
     """Outputs need not be scalars."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", policy="lognormal")
+    scaler, model, optimizer = loop(lr=0.1, policy="lognormal")
     losses = torch.stack([loss_of(model, 0), loss_of(model, 1)])
     scaler.scale(losses).sum().backward()
     scaler.step(optimizer)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from foreign import Noting
-from nets import loss_of, net
+from nets import loss_of
 from passes import CHECK, Passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,11 +111,9 @@ def test_an_overflow_by_unscaling_is_found(scale, way, fused, hidden, monkeypatc
 
 
 @pytest.mark.parametrize("scale", [1.0, 64.0])
-def test_a_library_may_unscale_with_numbers_of_its_own(scale):
+def test_a_library_may_unscale_with_numbers_of_its_own(scale, loop):
     """It gets its own flag back, as from torch, after one pass."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=scale)
+    scaler, model, optimizer = loop(lr=0.1, init_scale=scale)
     scaler.scale(loss_of(model, 0)).backward()
     grads = [p.grad.clone() for p in model.parameters()]
     found, inverse = torch.zeros(()), torch.tensor(1.0 / scale)
@@ -159,11 +157,14 @@ def test_gradients_of_one_device_are_taken_together(devices, plain, buckets):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_that_moved_to_another_parameter_was_not_inspected(fused):
+def test_a_gradient_that_moved_to_another_parameter_was_not_inspected(fused, loop):
     """There are as many as before, and they are others."""
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, params, optimizer = loop(
+        "sgd",
+        [torch.nn.Parameter(torch.ones(2)) for _ in range(2)],
+        lr=0.1,
+        fused=fused,
+    )
     scaler.scale(params[0].sum()).backward()
     scaler.unscale_(optimizer)
     params[1].grad, params[0].grad = params[0].grad, None

@@ -82,11 +82,9 @@ def test_scales_that_are_set_are_those_of_torch(kind, count):
 
 @pytest.mark.parametrize("policy", [None, "backoff"])
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-def test_a_scale_that_does_not_move_is_not_written(policy, kind):
+def test_a_scale_that_does_not_move_is_not_written(policy, kind, loop):
     """Nor is it looked at again, by anybody who watches the tensor."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, model, optimizer = loop(kind, policy=policy)
     versions = []
     for step, event in enumerate(["ok", "ok", "inf", "ok", "ok"]):
         iterate(scaler, [model], [optimizer], step, event)

@@ -87,7 +87,7 @@ def test_finite_losses_are_told_as_such_whatever_the_gradients():
     ("dtype", "large"),
     [(torch.float32, 3e38), (torch.float16, 6e4), (torch.float64, 1e306)],
 )
-def test_it_is_the_unscaled_loss_that_counts(dtype, large, hidden, monkeypatch):
+def test_the_unscaled_loss_counts(dtype, large, hidden, monkeypatch):
     """In its own dtype: the scaled one may be inf."""
     scaler, weight, optimizer = made()
     told = []
@@ -108,7 +108,7 @@ def test_it_is_the_unscaled_loss_that_counts(dtype, large, hidden, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_it_is_the_value_when_it_was_scaled(dtype):
+def test_the_loss_counts_as_it_was_when_it_was_scaled(dtype):
     """The tensor of the loss may be changed afterwards."""
     scaler, weight, optimizer = made()
     loss = loss_of(weight, np.inf, dtype)

@@ -13,11 +13,10 @@ from buoy.torch.distributed import _different_states
 from buoy.torch.options import checked_clip
 
 
-def test_a_loss_function_keeps_its_value_and_scales_what_flows_back():
+def test_a_loss_function_keeps_its_value_and_scales_what_flows_back(loop):
     """As a pipeline's schedule calls it; then the step is as usual."""
     model, other = net(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler, _, optimizer = loop("sgd", model, lr=0.1, init_scale=8.0)
     loss_fn = scaler.loss_fn(lambda step: loss_of(model, step))
     loss = loss_fn(0)
     loss.backward()
@@ -54,12 +53,11 @@ def test_the_module_lists_what_it_exports():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("look", ["unscale_", "clip_grad_norm_"])
-def test_parameters_are_watched_only_if_another_pass_may_come(look, fused):
+def test_parameters_are_watched_only_if_another_pass_may_come(look, fused, loop):
     """One loss: no hook.  Two: the pass of the second is noticed."""
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     params[1].requires_grad_(False)
-    optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", params, lr=0.1, fused=fused)
     more = () if look == "unscale_" else (1.0,)
 
     scaler.scale(params[0].sum()).backward()
@@ -80,11 +78,9 @@ def test_parameters_are_watched_only_if_another_pass_may_come(look, fused):
     assert not params[0]._post_accumulate_grad_hooks
 
 
-def test_a_gradient_replaced_by_hand_while_watched_is_the_user_s():
+def test_a_gradient_replaced_by_hand_while_watched_is_the_user_s(loop):
     """Only a backward pass makes it another one."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.5)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=0.5)
     first, _ = scaler.scale([param.sum(), param.square().sum()])
     first.backward()
     scaler.unscale_(optimizer)
@@ -93,12 +89,10 @@ def test_a_gradient_replaced_by_hand_while_watched_is_the_user_s():
     assert torch.equal(param, torch.zeros(2))
 
 
-def test_the_norm_of_a_step_is_that_before_any_clipping():
+def test_the_norm_of_a_step_is_that_before_any_clipping(loop):
     """However often it was clipped, after `unscale_` or without."""
     for unscaled in (False, True):
-        param = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        scaler = GradScaler("cpu")
+        scaler, param, optimizer = loop("sgd", torch.tensor([3.0, 4.0]), lr=0.1)
         scaler.scale(param.square().sum()).backward()
         if unscaled:
             scaler.unscale_(optimizer)
@@ -114,14 +108,14 @@ def test_the_norm_of_a_step_is_that_before_any_clipping():
     ("exponent", "fits"), [(-100, (1, 1)), (-120, (1, 0)), (-140, (0, 0))]
 )
 def test_a_multiplier_that_float32_cannot_hold(
-    exponent, fits, fused, hidden, monkeypatch
+    exponent, fits, fused, hidden, monkeypatch, loop
 ):
     """Clip factor / scale, 2^-16 less: written if the host can tell, else skipped."""
     if hidden:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    param = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu", init_scale=2.0**16)
+    scaler, param, optimizer = loop(
+        "sgd", torch.ones(4), lr=1.0, fused=fused, init_scale=2.0**16
+    )
     scaler.scale(param.sum()).backward()
     scaler.clip_grad_norm_(optimizer, 2.0 * 2.0**exponent)
     scaler.step(optimizer)
@@ -226,11 +220,9 @@ def test_a_library_s_own_check_is_watched_all_the_same(fused):
         scaler.step(optimizer)
 
 
-def test_gradients_from_before_loading_are_refused():
+def test_gradients_from_before_loading_are_refused(loop):
     """They were multiplied by the scale of another run."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.5)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=0.5)
     scaler.scale(param.sum()).backward()
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     with pytest.raises(CallOrderError, match="No loss was scaled since"):
@@ -274,12 +266,10 @@ def test_norms_of_ranks_have_parts(order, ranks):
         assert checked_clip(0.5, usual, ranks=ranks) == (0.5, usual)
 
 
-def test_a_value_to_clip_by_is_read_wherever_it_is(monkeypatch):
+def test_a_value_to_clip_by_is_read_wherever_it_is(monkeypatch, loop):
     """Clamping by a negative one would set every gradient to it."""
     monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    param = torch.nn.Parameter(torch.tensor([3.0, 0.2]))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("sgd", torch.tensor([3.0, 0.2]), lr=0.1)
     scaler.scale(param.square().sum()).backward()
     with pytest.raises(OptionError, match="clip_value"):
         scaler.clip_grad_value_(optimizer, torch.tensor(-1.0))
@@ -355,11 +345,11 @@ def test_ranks_that_differ_are_named_up_to_eight(count, shown):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_norms_in_turn_are_each_of_what_the_others_left(fused):
+def test_norms_in_turn_are_each_of_what_the_others_left(fused, loop):
     """Of order 2, of the largest, and of order 2 once more."""
-    param = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop(
+        "sgd", torch.tensor([3.0, 4.0]), lr=0.1, fused=fused
+    )
     scaler.scale(param.square().sum()).backward()
     found = [
         scaler.clip_grad_norm_(optimizer, bound, order).item()

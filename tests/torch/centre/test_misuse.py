@@ -24,20 +24,16 @@ from buoy.torch import (
 
 
 @pytest.fixture
-def loop():
-    """A scaler, a model and its optimizer, with gradients of a first loss."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    return scaler, model, optimizer
+def begun(loop):
+    """Make a loop, with the gradients of a first loss."""
+    made = loop(lr=0.1)
+    made.scaler.scale(loss_of(made.model, 0)).backward()
+    return made
 
 
-def test_methods_before_the_first_scale():
+def test_methods_before_the_first_scale(loop):
     """There is no scale to divide by yet."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop(lr=0.1)
     for call in (
         lambda: scaler.step(optimizer),
         lambda: scaler.unscale_(optimizer),
@@ -48,39 +44,39 @@ def test_methods_before_the_first_scale():
             call()
 
 
-def test_step_twice_and_update_missing(loop):
+def test_step_twice_and_update_missing(begun):
     """The second step names the missing `update`."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
     scaler.step(optimizer)
     with expect(CallOrderError, RuntimeError, "already been called", "update"):
         scaler.step(optimizer)
 
 
-def test_update_without_a_step(loop):
+def test_update_without_a_step(begun):
     """Nothing says which way the scale should move."""
     with expect(CallOrderError, AssertionError, "No inf checks", "step"):
-        loop[0].update()
+        begun.scaler.update()
 
 
-def test_unscale_twice(loop):
+def test_unscale_twice(begun):
     """Dividing twice would make the gradients far too small."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
     scaler.unscale_(optimizer)
     with expect(CallOrderError, RuntimeError, "already been called", "once"):
         scaler.unscale_(optimizer)
 
 
-def test_unscale_after_clipping_in_one_pass(loop):
+def test_unscale_after_clipping_in_one_pass(begun):
     """Our clipping unscales too; doing it again is the same mistake."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
     scaler.clip_grad_norm_(optimizer, 1.0)
     with expect(CallOrderError, RuntimeError, "already"):
         scaler.unscale_(optimizer)
 
 
-def test_unscaling_through_a_wrapper_and_stepping_what_it_wraps(loop):
+def test_unscaling_through_a_wrapper_and_stepping_what_it_wraps(begun):
     """Two objects for one optimizer: torch would divide by the scale twice."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
 
     class Wrapper:
         param_groups = optimizer.param_groups
@@ -91,19 +87,17 @@ def test_unscaling_through_a_wrapper_and_stepping_what_it_wraps(loop):
             method(optimizer)
 
 
-def test_unscale_after_step(loop):
+def test_unscale_after_step(begun):
     """Too late."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
     scaler.step(optimizer)
     with expect(CallOrderError, RuntimeError, "after step"):
         scaler.unscale_(optimizer)
 
 
-def test_no_gradients_because_the_loss_was_detached():
+def test_no_gradients_because_the_loss_was_detached(loop):
     """The graph ended before it reached a parameter."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     with pytest.warns(BuoyWarning, match="does not require grad"):
         scaler.scale(loss_of(model, 0).detach())
     with expect(CallOrderError, AssertionError, "No inf checks", "detached"):
@@ -166,30 +160,27 @@ def test_a_discriminator_alone_is_not_taken_for_the_model():
     train(scaler, other, torch.optim.SGD(other.parameters(), lr=0.1), ["ok"] * 4)
 
 
-def test_no_gradients_because_nothing_requires_grad():
+def test_no_gradients_because_nothing_requires_grad(loop):
     """All parameters of the optimizer are frozen."""
     model = net()
     frozen = torch.nn.Linear(1, 1).requires_grad_(False)
-    optimizer = torch.optim.SGD(frozen.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", frozen, lr=0.1)
     scaler.scale(loss_of(model, 0)).backward()
     with expect(CallOrderError, AssertionError, "requires grad"):
         scaler.step(optimizer)
 
 
-def test_no_gradients_because_backward_was_not_called(loop):
+def test_no_gradients_because_backward_was_not_called(begun):
     """Or because they were cleared too early."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
     optimizer.zero_grad()
     with expect(CallOrderError, AssertionError, "backward", "zero_grad"):
         scaler.step(optimizer)
 
 
-def test_no_gradients_with_a_fused_optimizer_is_an_error_at_update():
+def test_no_gradients_with_a_fused_optimizer_is_an_error_at_update(loop):
     """As in torch: the step does nothing, the update has nothing to go by."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop("fused adamw", lr=1e-3)
     scaler.scale(loss_of(model, 0))
     scaler.step(optimizer)
     with expect(CallOrderError, AssertionError, "No inf"):
@@ -197,10 +188,10 @@ def test_no_gradients_with_a_fused_optimizer_is_an_error_at_update():
 
 
 @pytest.mark.parametrize("thing", ["sgd", 3, object()])
-def test_what_is_not_an_optimizer(thing, loop):
+def test_what_is_not_an_optimizer(thing, begun):
     """The scaler would not know whose gradients to check."""
     with expect(OptionError, AttributeError, "param_groups", "optimizer"):
-        loop[0].step(thing)
+        begun.scaler.step(thing)
 
 
 @pytest.mark.parametrize("loss", [1.5, None, "loss", {"loss": torch.ones(())}])
@@ -224,11 +215,9 @@ def test_a_loss_without_a_graph_is_told_once():
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 @pytest.mark.parametrize("sync", ["auto", "never"])
 @pytest.mark.parametrize("warm_up", [0, 3])
-def test_clipping_scaled_gradients_by_hand_is_noticed(kind, sync, warm_up):
+def test_clipping_scaled_gradients_by_hand_is_noticed(kind, sync, warm_up, loop):
     """Torch's clipping without `unscale_`: a threshold 65536 times too low."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, model, optimizer = loop(kind, sync=sync)
     with pytest.warns(BuoyWarning, match="clip") as caught:
         train(
             scaler,
@@ -244,12 +233,10 @@ def test_clipping_scaled_gradients_by_hand_is_noticed(kind, sync, warm_up):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_scaling_gradients_or_accumulating_is_not_mistaken_for_clipping(
-    set_to_none, micro
+    set_to_none, micro, loop
 ):
     """Averaging by hand and accumulating leave large gradients: no warning."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
@@ -299,12 +286,10 @@ def nothing(params):
 
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
 @pytest.mark.parametrize("change", [nothing, divide, mask])
-def test_small_or_round_gradients_are_not_mistaken_for_clipped_ones(kind, change):
+def test_small_or_round_gradients_are_not_mistaken_for_clipped_ones(kind, change, loop):
     """One magnitude everywhere, masks, averages: over many seeds."""
     for seed in range(60):
-        model = net(seed)
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        scaler = GradScaler("cpu")
+        scaler, model, optimizer = loop(kind, net(seed))
         for step in range(4):
             optimizer.zero_grad()
             loss = sum(p.sum() for p in model.parameters()) * 2.0**-16
@@ -328,20 +313,19 @@ def test_bf16_needs_no_scaling_and_is_told_once():
         scaler.scale(loss)
 
 
-def test_fp16_parameters_are_listed():
+def test_fp16_parameters_are_listed(loop):
     """How many, which shapes, why not, and what to do."""
     model = net().half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model, lr=0.1)
     x, y = batch(0)
     scaler.scale((model(x.half()) - y.half()).float().pow(2).mean()).backward()
     with expect(Fp16ParametersError, ValueError, "FP16 gradients", "8x6", "float"):
         scaler.step(optimizer)
 
 
-def test_copying_between_step_and_update(loop):
+def test_copying_between_step_and_update(begun):
     """Half an iteration cannot be saved."""
-    scaler, _, optimizer = loop
+    scaler, _, optimizer = begun
     scaler.step(optimizer)
     for copied in (pickle.dumps, copy.deepcopy):
         with expect(CallOrderError, AssertionError, "beginning"):
@@ -360,10 +344,10 @@ def test_an_empty_state_cannot_be_loaded():
     "value",
     [torch.ones(2), torch.ones(1, requires_grad=True), 0.0, -1.0, float("nan")],
 )
-def test_a_new_scale_that_cannot_be_used(value, loop):
+def test_a_new_scale_that_cannot_be_used(value, begun):
     """Two numbers, one with a graph, or none that is positive."""
     with expect(OptionError, AssertionError, "new_scale"):
-        loop[0].update(value)
+        begun.scaler.update(value)
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -424,11 +408,9 @@ def test_clipping_by_hand_is_noticed_for_an_optimizer_that_comes_later():
         )
 
 
-def test_gradients_left_after_a_late_skip_are_stale():
+def test_gradients_left_after_a_late_skip_are_stale(loop):
     """A skip is looked at again, however long training went well."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     train(scaler, model, optimizer, ["ok"] * 20 + ["inf"])
 
     scaler.scale(loss_of(model, 0)).backward()  # without `zero_grad`

@@ -58,11 +58,10 @@ def run(scaler, model, optimizer, events, *, hidden, clip, allowed=()):
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("clip", [True, False])
-def test_fused_optimizers_never_read(kind, hidden, clip):
+def test_fused_optimizers_never_read(kind, hidden, clip, loop):
     """From the very first step, and with the results of the asking way."""
     model, other = net(), net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scaler, _, optimizer = loop(kind, model, init_scale=64.0, growth_interval=2)
     scales = run(scaler, model, optimizer, EVENTS, hidden=hidden, clip=clip)
     assert scales == [32.0, 32.0, 64.0, 32.0, 32.0, 64.0, 64.0, 32.0, 32.0]
     unfused = OPTIMIZERS[kind.removeprefix("fused ")] if kind != "fused adagrad" else (
@@ -83,16 +82,12 @@ def test_fused_optimizers_never_read(kind, hidden, clip):
 
 @pytest.mark.parametrize("policy", ["backoff", "megatron", "lognormal", "headroom"])
 @pytest.mark.parametrize("clip", [True, False])
-def test_policies_never_read_either(policy, clip):
+def test_policies_never_read_either(policy, clip, loop):
     """Whatever a policy wants is measured and used on the device."""
     events = EVENTS * 2
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, model, optimizer = loop("fused adamw", policy=policy)
     scales = run(scaler, model, optimizer, events, hidden=True, clip=clip)
-    other = net()
-    second = torch.optim.AdamW(other.parameters(), lr=0.01)
-    plain = GradScaler("cpu", policy=policy)
+    plain, other, second = loop("adamw", policy=policy)
     asked = train(
         plain,
         other,
@@ -125,12 +120,10 @@ def test_other_optimizers_read_exactly_once():
 
 @pytest.mark.parametrize("policy", [None, "backoff", "lognormal"])
 @pytest.mark.parametrize("clip", [False, True])
-def test_that_read_brings_all_that_the_policy_needs(policy, clip, monkeypatch):
+def test_the_one_read_brings_all_that_the_policy_needs(policy, clip, monkeypatch, loop):
     """So that a step is over, scale and outcome known, after one wait."""
     monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, model, optimizer = loop(policy=policy)
     for step, event in enumerate(["ok", "ok", "inf", "ok"]):
         reads, known = [], []
         optimizer.zero_grad()
@@ -276,11 +269,9 @@ def test_never_syncing_refuses_what_it_cannot_undo():
     assert called == []
 
 
-def test_the_last_step_waits_only_when_read():
+def test_the_last_step_waits_only_when_read(loop):
     """Making it reads nothing; each field reads when looked at."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, model, optimizer = loop("fused adamw", init_scale=64.0)
     run(scaler, model, optimizer, ["ok", "inf"], hidden=True, clip=True)
     last = scaler.last_step
     with pytest.raises(HostReadError), no_host_reads():
@@ -341,13 +332,11 @@ def test_a_late_alarm_about_losses_examines_no_gradients():
 
 @pytest.mark.parametrize("policy", ["headroom", "backoff", "apex", "static"])
 @pytest.mark.parametrize("when", [0, 1])
-def test_a_scale_on_a_device_is_taken_over_by_a_policy_unread(policy, when):
+def test_a_scale_on_a_device_is_taken_over_by_a_policy_unread(policy, when, loop):
     """Set by a tensor, in a step that asks nobody; it goes on as if it were read."""
     scales = []
     for hidden in (True, False):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        scaler = GradScaler("cpu", policy=policy)
+        scaler, model, optimizer = loop("fused adamw", policy=policy)
         seen = []
         for step, event in enumerate(["ok", "ok", "inf", "ok", "ok"]):
             optimizer.zero_grad()
@@ -409,11 +398,9 @@ def test_a_step_that_is_undone_has_gradients_of_zero():
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_step_that_raises_is_put_back(bad):
+def test_a_step_that_raises_is_put_back(bad, loop):
     """Whatever a hook does, weights and state are those of before or of after."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
-    scaler = GradScaler("cpu", sync="never")
+    scaler, param, optimizer = loop("momentum", torch.ones(2), lr=0.1, sync="never")
 
     def interrupt(*_):
         raise KeyboardInterrupt

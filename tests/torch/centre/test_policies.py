@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from nets import OPTIMIZERS, loss_of, net, spoil, train
+from nets import loss_of, net, spoil, train
 
 import buoy
 from buoy import Seen
@@ -25,15 +25,13 @@ def amax_of(model):
 )
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
 @pytest.mark.parametrize("visible", [True, False])
-def test_the_scale_follows_the_policy(name, kind, visible, monkeypatch):
+def test_the_scale_follows_the_policy(name, kind, visible, monkeypatch, loop):
     """Host mode, device mode, any optimizer: the plain run decides."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
     policy = buoy.policy(name)
     state = policy.init()
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", policy=name)
+    scaler, model, optimizer = loop(kind, policy=name)
     for step, event in enumerate(EVENTS):
         optimizer.zero_grad()
         assert scaler.get_scale() == state.scale
@@ -47,13 +45,11 @@ def test_the_scale_follows_the_policy(name, kind, visible, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
 @pytest.mark.parametrize("clip", [True, False])
-def test_a_policy_that_wants_it_gets_the_largest_gradient(kind, clip):
+def test_a_policy_that_wants_it_gets_the_largest_gradient(kind, clip, loop):
     """`amax_log2` is that of the scaled gradients."""
     policy = buoy.LogNormal(deviations=1.0)
     state = policy.init()
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, model, optimizer = loop(kind, policy=policy)
     for step in range(12):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step)).backward()
@@ -67,14 +63,12 @@ def test_a_policy_that_wants_it_gets_the_largest_gradient(kind, clip):
 
 
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_foreseen_scale_multiplies_this_very_loss(visible, monkeypatch):
+def test_a_foreseen_scale_multiplies_this_very_loss(visible, monkeypatch, loop):
     """A policy that looks ahead lowers the scale before the loss is scaled."""
     if not visible:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
     policy = buoy.LossAhead("headroom")
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, weight, optimizer = loop("sgd", torch.ones(4), lr=0.0, policy=policy)
     for _ in range(20):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
@@ -157,14 +151,12 @@ def _half_losses(model, step):
 @pytest.mark.parametrize("name", ["headroom", "lognormal"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_gradient_of_an_fp16_loss_never_overflows_by_the_scale(
-    name, nested, visible, monkeypatch
+    name, nested, visible, monkeypatch, loop
 ):
     """At most 2^15 under policies that measure; also where it is not the first loss."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    scaler = GradScaler("cpu", policy=name)
+    scaler, model, optimizer = loop("sgd", torch.nn.Linear(4, 4), lr=1e-3, policy=name)
     scales = []
     for step in range(60):
         loss = _half_losses(model, step)
@@ -183,11 +175,11 @@ def test_the_gradient_of_an_fp16_loss_never_overflows_by_the_scale(
 
 
 @pytest.mark.slow
-def test_a_compiled_step_caps_the_scale_of_an_fp16_loss():
+def test_a_compiled_step_caps_the_scale_of_an_fp16_loss(loop):
     """At most 2^15, as without compilation."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    scaler = GradScaler("cpu", policy=buoy.LossAhead("headroom"))
+    scaler, model, optimizer = loop(
+        "sgd", torch.nn.Linear(4, 4), lr=1e-3, policy=buoy.LossAhead("headroom")
+    )
     x = torch.randn(32, 4).half()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -207,11 +199,9 @@ def test_a_compiled_step_caps_the_scale_of_an_fp16_loss():
     assert max(scales) == 2.0**15
 
 
-def test_torchs_rule_scales_an_fp16_loss_as_torch_does():
+def test_torchs_rule_scales_an_fp16_loss_as_torch_does(loop):
     """Its trajectory is torch's: 2^16 overflows once, and the step is skipped."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop("sgd", torch.nn.Linear(4, 4), lr=1e-3)
     scaler.scale(_half_losses(model, 0)).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -222,13 +212,11 @@ def test_torchs_rule_scales_an_fp16_loss_as_torch_does():
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 def test_a_scale_that_others_write_is_followed_where_it_cannot_be_read(
-    kind, monkeypatch
+    kind, monkeypatch, loop
 ):
     """Whether the policy has run on the host so far, or on the device."""
     monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", policy="backoff")
+    scaler, model, optimizer = loop(kind, policy="backoff")
     train(scaler, model, optimizer, ["ok", "ok"])
     scaler._scale.fill_(64.0)
     seen = train(scaler, model, optimizer, ["inf", "ok", "inf"])
@@ -256,7 +244,7 @@ def test_an_optimizer_without_gradients_is_measured_at_no_turn(clip):
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 @pytest.mark.parametrize("visible", [True, False])
 def test_a_policy_that_wants_it_gets_the_share_of_small_gradients(
-    kind, visible, monkeypatch
+    kind, visible, monkeypatch, loop
 ):
     """Of those that are not zero, at every 16th turn."""
     if not visible:
@@ -270,9 +258,7 @@ def test_a_policy_that_wants_it_gets_the_share_of_small_gradients(
             noted.append(seen.underflow)
             return super().update(state, seen, ops=ops)
 
-    param = torch.nn.Parameter(torch.ones(4))
-    optimizer = OPTIMIZERS[kind]([param])
-    scaler = GradScaler("cpu", policy=Noting(init_scale=1.0))
+    scaler, param, optimizer = loop(kind, torch.ones(4), policy=Noting(init_scale=1.0))
     for _ in range(17):
         optimizer.zero_grad()
         scaler.scale((param * torch.tensor([1.0, 2.0, 2.0**-30, 0.0])).sum()).backward()

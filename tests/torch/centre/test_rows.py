@@ -64,12 +64,14 @@ def test_a_row_is_of_all_optimizers(count, clips, kind, hidden, tmp_path, monkey
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_gradients_that_were_checked_and_not_stepped_by_are_an_overflow_too(hidden):
+def test_gradients_that_were_checked_and_not_stepped_by_are_an_overflow_too(
+    hidden, loop
+):
     """`unscale_` and `update`, without `step`: the watch counts them."""
-    model = net()
-    optimizer = OPTIMIZERS["fused adamw"](model.parameters())
     alarms = []
-    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=4, init_scale=64.0)
+    scaler, model, optimizer = loop(
+        "fused adamw", on_stuck=alarms.append, patience=4, init_scale=64.0
+    )
     with pytest.MonkeyPatch.context() as patch:
         if hidden:
             patch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
@@ -111,11 +113,9 @@ def test_of_several_that_were_skipped_the_first_is_named():
     assert [alarm.offenders for alarm in alarms] == [("0.2.bias",)]
 
 
-def test_gradients_that_were_checked_and_not_stepped_by_are_no_skip():
+def test_gradients_that_were_checked_and_not_stepped_by_are_no_skip(loop):
     """The user has dropped a batch that was fine."""
-    model = net()
-    optimizer = OPTIMIZERS["fused adamw"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop("fused adamw")
     for step in range(3):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step)).backward()

@@ -32,14 +32,12 @@ def hide(monkeypatch):
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @HIDDEN
-def test_a_permanent_nan_never_damages_anything(kind, visible, hide):
+def test_a_permanent_nan_never_damages_anything(kind, visible, hide, loop):
     """200 NaN losses: the scale stays above 0, the weights stay, then on."""
     if not visible:
         hide()
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
     alarms = []
-    scaler = GradScaler("cpu", on_stuck=alarms.append)
+    scaler, model, optimizer = loop(kind, on_stuck=alarms.append)
     before = [p.detach().clone() for p in model.parameters()]
     for step in range(200):
         optimizer.zero_grad()
@@ -60,14 +58,12 @@ def test_a_permanent_nan_never_damages_anything(kind, visible, hide):
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd", "fused adamw"])
 @pytest.mark.parametrize("way", ["step", "unscale", "clip"])
 @HIDDEN
-def test_overflow_made_by_unscaling_is_found(kind, way, visible, hide):
+def test_overflow_made_by_unscaling_is_found(kind, way, visible, hide, loop):
     """A scale so small that 1/scale overflows a finite gradient skips the step."""
     if not visible:
         hide()
     for scale, grad in ((2.0**-20, 1e35), (1e-39, 1.0), (1e-39, 0.0)):
-        weight = torch.nn.Parameter(torch.ones(3))
-        optimizer = OPTIMIZERS[kind]([weight])
-        scaler = GradScaler("cpu")
+        scaler, weight, optimizer = loop(kind, torch.ones(3))
         scaler.scale(weight.sum()).backward()
         scaler._scale.fill_(scale)  # whoever did that: such a start is refused
         weight.grad.fill_(grad)
@@ -122,15 +118,16 @@ def test_any_sequence_of_events_leaves_all_finite_and_within_bounds(
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @HIDDEN
-def test_a_run_with_overflows_ends_like_one_without_those_batches(kind, visible, hide):
+def test_a_run_with_overflows_ends_like_one_without_those_batches(
+    kind, visible, hide, loop
+):
     """A skipped step leaves no trace but in the scaler."""
     if not visible:
         hide()
     events = ["inf", "ok", "nan", "ok", "ok", "inf", "inf", "ok"]
     with_bad, without = net(), net()
     first = OPTIMIZERS[kind](with_bad.parameters())
-    second = OPTIMIZERS[kind](without.parameters())
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, _, second = loop(kind, without, init_scale=64.0)
     plain = GradScaler("cpu", init_scale=64.0)
     for step, event in enumerate(events):
         train(scaler, with_bad, first, [event], start=step)
@@ -225,11 +222,9 @@ def test_a_dampened_momentum_that_was_loaded_goes_on():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fused_sgd_with_momentum_learns_through_a_natural_warm_up(fused):
+def test_fused_sgd_with_momentum_learns_through_a_natural_warm_up(fused, loop):
     """FP16 autocast, the default scale, and the overflows that this brings."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop("momentum", lr=0.01, fused=fused)
     source = torch.Generator().manual_seed(0)
     x = torch.randn(16, 6, generator=source) * 4
     y = torch.randn(16, 3, generator=source) * 40
@@ -274,9 +269,9 @@ def test_a_start_that_cannot_work_is_refused(value):
 
 def test_stuck_fires_once_per_episode():
     """A second alarm comes only after training has recovered in between."""
+    alarms: list[Stuck] = []
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alarms: list[Stuck] = []
     scaler = GradScaler("cpu", on_stuck=alarms.append, patience=5, model=model)
     train(scaler, model, optimizer, ["inf"] * 30)
     assert len(alarms) == 1
@@ -288,32 +283,26 @@ def test_stuck_fires_once_per_episode():
     assert len(alarms) == 2
 
 
-def test_stuck_also_means_a_large_share_of_skips():
+def test_stuck_also_means_a_large_share_of_skips(loop):
     """Two of three steps lost for long is no better than a row."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     alarms: list[Stuck] = []
-    scaler = GradScaler("cpu", on_stuck=alarms.append, patience=6)
+    scaler, model, optimizer = loop(lr=0.1, on_stuck=alarms.append, patience=6)
     train(scaler, model, optimizer, ["inf", "inf", "ok"] * 10)
     assert len(alarms) == 1
     assert "of the last 24 steps" in str(alarms[0])
 
 
-def test_stuck_warns_by_default():
+def test_stuck_warns_by_default(loop):
     """One warning, with the verdict in words."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", patience=3)
+    scaler, model, optimizer = loop(lr=0.1, patience=3)
     with pytest.warns(StuckWarning, match="scale_too_high") as caught:
         train(scaler, model, optimizer, ["inf"] * 10)
     assert len(caught) == 1
 
 
-def test_stuck_raises_if_asked_and_can_be_survived():
+def test_stuck_raises_if_asked_and_can_be_survived(loop):
     """After catching the error the loop goes on where it was."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", patience=3, on_stuck="raise")
+    scaler, model, optimizer = loop(lr=0.1, patience=3, on_stuck="raise")
     with pytest.raises(StuckError, match="3 steps in a row") as caught:
         train(scaler, model, optimizer, ["inf"] * 10)
     assert isinstance(caught.value, ArithmeticError)

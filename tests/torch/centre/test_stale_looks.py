@@ -23,11 +23,10 @@ def backward(scaler, optimizer, param, bad=None):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("then", ["clip_grad_norm_", "clip_grad_value_", "step"])
-def test_a_dropped_batch_needs_an_update(fused, then):
+def test_a_dropped_batch_needs_an_update(fused, then, loop):
     """Clip, drop the batch without `update`: the next batch is not taken for it."""
     param = weight()
-    optimizer = torch.optim.AdamW([param], fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("adamw", param, lr=1e-3, fused=fused)
     backward(scaler, optimizer, param)
     scaler.clip_grad_norm_(optimizer, 1.0)
     backward(scaler, optimizer, param, math.nan)
@@ -38,11 +37,10 @@ def test_a_dropped_batch_needs_an_update(fused, then):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_dropped_batch_with_an_update_is_fine(fused):
+def test_a_dropped_batch_with_an_update_is_fine(fused, loop):
     """Whoever drops a batch and calls `update` goes on as if it had not been."""
     param = weight()
-    optimizer = torch.optim.AdamW([param], fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("adamw", param, lr=1e-3, fused=fused)
     for bad in (math.inf, None, math.nan, None):
         backward(scaler, optimizer, param, bad)
         norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -69,11 +67,10 @@ def test_another_model_s_backward_pass_is_no_change(fused):
     assert torch.equal(first, second)
 
 
-def test_gradients_changed_by_hand_after_unscaling_are_the_user_s():
+def test_gradients_changed_by_hand_after_unscaling_are_the_user_s(loop):
     """Noise or clipping by hand between `unscale_` and `step` is what it is for."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", param, lr=0.1)
     backward(scaler, optimizer, param)
     scaler.unscale_(optimizer)
     param.grad.mul_(2.0)
@@ -83,11 +80,10 @@ def test_gradients_changed_by_hand_after_unscaling_are_the_user_s():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_batch_dropped_after_unscaling_needs_an_update(fused):
+def test_a_batch_dropped_after_unscaling_needs_an_update(fused, loop):
     """Or the next batch would be stepped while it is multiplied by the scale."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, fused=fused)
     backward(scaler, optimizer, param, math.inf)
     scaler.unscale_(optimizer)
     backward(scaler, optimizer, param)
@@ -114,11 +110,10 @@ def test_clipping_by_hand_before_another_model_s_backward_pass_is_no_change():
 
 @pytest.mark.parametrize("way", ["unscale", "clip", "both", "value"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_backward_pass_that_adds_to_checked_gradients_is_refused(way, fused):
+def test_a_backward_pass_that_adds_to_checked_gradients_is_refused(way, fused, loop):
     """What it adds is multiplied by the scale, and may be inf."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, fused=fused)
     backward(scaler, optimizer, param)
     if way in ("unscale", "both"):
         scaler.unscale_(optimizer)
@@ -149,11 +144,10 @@ def test_gradients_changed_by_hand_after_another_model_s_loss_are_the_user_s():
     assert torch.equal(first, torch.full((2,), 0.95))
 
 
-def test_a_stage_that_is_set_back_by_hand_is_looked_at_again():
+def test_a_stage_that_is_set_back_by_hand_is_looked_at_again(loop):
     """As loops for SAM do between their two backward passes."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", param, lr=0.1)
     backward(scaler, optimizer, param)
     scaler.unscale_(optimizer)
     scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
@@ -166,11 +160,10 @@ def test_a_stage_that_is_set_back_by_hand_is_looked_at_again():
 @pytest.mark.parametrize("bad", [None, math.inf])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_a_step_that_raised_does_not_vouch_for_the_next_batch(fused, clip, bad):
+def test_a_step_that_raised_does_not_vouch_for_the_next_batch(fused, clip, bad, loop):
     """What was looked at before the error is looked at anew, or refused."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, fused=fused, init_scale=1024.0)
 
     def interrupt(*_):
         handle.remove()
@@ -190,11 +183,10 @@ def test_a_step_that_raised_does_not_vouch_for_the_next_batch(fused, clip, bad):
 
 @pytest.mark.parametrize("look", ["unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_losses_that_were_scaled_together_and_run_back_apart(fused, look):
+def test_losses_that_were_scaled_together_and_run_back_apart(fused, look, loop):
     """The second backward pass comes after the look, and no `scale` announces it."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, fused=fused)
     first, second = scaler.scale([param.sum(), param.sum()])
     first.backward()
     getattr(scaler, look)(optimizer, *([1.0] if "clip" in look else []))
@@ -204,11 +196,10 @@ def test_losses_that_were_scaled_together_and_run_back_apart(fused, look):
     assert torch.equal(param, torch.ones(2))
 
 
-def test_a_check_through_torchs_private_method_is_not_one_of_later_gradients():
+def test_a_check_through_torchs_private_method_is_not_one_of_later_gradients(loop):
     """Libraries call it; what a backward pass adds after that is looked at again."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("fused sgd", param, lr=0.1)
     backward(scaler, optimizer, param)
     scaler._check_inf_per_device(optimizer)
     scaler.scale(param.sum() * math.inf).backward()
@@ -219,11 +210,10 @@ def test_a_check_through_torchs_private_method_is_not_one_of_later_gradients():
 
 
 @pytest.mark.parametrize("policy", ["headroom", "lognormal"])
-def test_the_scale_does_not_move_once_a_loss_was_multiplied_by_it(policy):
+def test_the_scale_does_not_move_once_a_loss_was_multiplied_by_it(policy, loop):
     """A policy that looks ahead looks at the first loss, or at none."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, policy=policy)
     for _ in range(20):
         backward(scaler, optimizer, param)
         scaler.step(optimizer)
@@ -244,12 +234,11 @@ def test_a_later_loss_in_fp16_does_not_move_the_scale_either():
     assert scaler.get_scale() == 2.0**20
 
 
-def test_a_group_added_after_the_look_is_refused():
+def test_a_group_added_after_the_look_is_refused(loop):
     """Its gradients were neither checked nor unscaled."""
     param, other = weight(), weight()
     for look in ("unscale_", "clip_grad_norm_"):
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        scaler = GradScaler("cpu")
+        scaler, _, optimizer = loop("sgd", param, lr=0.1)
         scaler.scale(param.sum() + other.sum()).backward()
         getattr(scaler, look)(optimizer, *([1.0] if "clip" in look else []))
         optimizer.add_param_group({"params": [other]})
@@ -274,12 +263,11 @@ WAYS = ["unscale_", "clip_grad_norm_", "clip_grad_value_"]
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("times", [1.0, math.nan])
 def test_a_further_backward_pass_is_refused_whatever_came_before(
-    times, fused, sync, then, way
+    times, fused, sync, then, way, loop
 ):
     """Its gradients were never checked, and are multiplied by the scale."""
     param = weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, fused=fused, sync=sync)
     unscaled_by(way, scaler, optimizer, param)
     scaler.scale(param.sum() * times).backward()
     with pytest.raises(CallOrderError, match="found gradients that have changed"):
@@ -290,11 +278,10 @@ def test_a_further_backward_pass_is_refused_whatever_came_before(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sync", ["auto", "never"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_group_added_later_is_refused_whatever_came_before(fused, sync, way):
+def test_a_group_added_later_is_refused_whatever_came_before(fused, sync, way, loop):
     """Also if its gradient comes from elsewhere."""
     param, other = weight(), weight()
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, _, optimizer = loop("sgd", param, lr=0.1, fused=fused, sync=sync)
     unscaled_by(way, scaler, optimizer, param)
     other.grad = torch.full((2,), math.nan)
     optimizer.add_param_group({"params": [other]})
@@ -343,11 +330,10 @@ def test_two_optimizers_may_step_one_parameter_by_gradients_of_their_own(
 
 @pytest.mark.parametrize("look", ["step", "unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_that_two_parameters_share_is_refused(fused, look):
+def test_a_gradient_that_two_parameters_share_is_refused(fused, look, loop):
     """It would be divided once for each of them."""
     param, other = weight(), weight()
-    optimizer = torch.optim.SGD([param, other], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", [param, other], lr=0.1, fused=fused)
     scaler.scale(param.sum()).backward()
     other.grad = param.grad
     with pytest.raises(CallOrderError, match=r"same tensor as `.grad`.*\[1\] \(2\)"):
@@ -369,13 +355,14 @@ def test_one_parameter_listed_twice_is_refused():
 @pytest.mark.parametrize("visible", [True, False])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("first", ["unscale_", "clip_grad_norm_", "clip_grad_value_"])
-def test_a_loss_that_was_not_scaled_is_checked_too(visible, fused, first, monkeypatch):
+def test_a_loss_that_was_not_scaled_is_checked_too(
+    visible, fused, first, monkeypatch, loop
+):
     """Its gradients are added after the check; finite ones are applied."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda _: False)
     param = weight()
-    optimizer = torch.optim.AdamW([param], fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("adamw", param, lr=1e-3, fused=fused)
     for bad in (math.nan, 1.0, math.inf):
         backward(scaler, optimizer, param)
         arguments = () if first == "unscale_" else (1.0,)
@@ -388,12 +375,11 @@ def test_a_loss_that_was_not_scaled_is_checked_too(visible, fused, first, monkey
         assert torch.equal(param, before) != math.isfinite(bad)
 
 
-def test_no_backward_pass_of_a_frozen_parameter_is_expected():
+def test_no_backward_pass_of_a_frozen_parameter_is_expected(loop):
     """It takes no hook, and the others of its optimizer are stepped."""
     weight, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     frozen.requires_grad_(False)
-    optimizer = torch.optim.SGD([weight, frozen], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, _, optimizer = loop("sgd", [weight, frozen], lr=0.1, init_scale=64.0)
     losses = [scaler.scale(weight.sum()), scaler.scale(2.0 * weight.sum())]
     torch.autograd.backward(losses)
     scaler.unscale_(optimizer)

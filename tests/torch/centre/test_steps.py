@@ -15,11 +15,9 @@ from buoy.torch import BuoyWarning, Extension, GradScaler, OptionError
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_last_step_tells_applied_scale_and_next_scale(kind):
+def test_last_step_tells_applied_scale_and_next_scale(kind, loop):
     """Right for optimizers that skip by themselves, too."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scaler, model, optimizer = loop(kind, init_scale=64.0, growth_interval=2)
     assert scaler.last_step is None
     seen = []
     for event in ("ok", "ok", "inf", "ok"):
@@ -36,11 +34,10 @@ def test_last_step_tells_applied_scale_and_next_scale(kind):
 
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("clip", [True, False])
-def test_last_step_has_the_unscaled_norm(kind, clip):
+def test_last_step_has_the_unscaled_norm(kind, clip, loop):
     """Whether it was measured for clipping or is looked up afterwards."""
     model, other = net(), net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, _, optimizer = loop(kind, model, init_scale=64.0)
     loss_of(other, 0).backward()
     expected = torch.cat([p.grad.flatten() for p in other.parameters()]).norm().item()
     scaler.scale(loss_of(model, 0)).backward()
@@ -51,11 +48,9 @@ def test_last_step_has_the_unscaled_norm(kind, clip):
     assert scaler.last_step.norm == pytest.approx(expected, rel=1e-5)
 
 
-def test_read_gives_the_plain_record():
+def test_read_gives_the_plain_record(loop):
     """`read()` is the core's `Step`, with nothing left on the device."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     train(scaler, model, optimizer, ["inf"])
     record = scaler.last_step.read()
     assert isinstance(record, Step)
@@ -87,15 +82,14 @@ def test_offenders_are_named(kind, clip, which):
     assert scaler.last_step.groups == (0,)
 
 
-def test_offenders_are_named_by_optimizer_when_no_model_is_given():
+def test_offenders_are_named_by_optimizer_when_no_model_is_given(loop):
     """Names that the optimizer was built with, or else the place in its groups."""
     model = net()
     for given, expected in (
         (model.named_parameters(), "0.weight"),
         (model.parameters(), "param_groups[0]['params'][0] (8x6)"),
     ):
-        optimizer = torch.optim.SGD(given, lr=0.1)
-        scaler = GradScaler("cpu")
+        scaler, _, optimizer = loop("sgd", given, lr=0.1)
         scaler.scale(loss_of(model, 0)).backward()
         spoil(model, "nan", 0)
         scaler.step(optimizer)
@@ -149,11 +143,9 @@ class Ema:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
-def test_gates_advance_only_for_applied_steps(kind):
+def test_gates_advance_only_for_applied_steps(kind, loop):
     """A scheduler, an average, a callable and a counter after 3 of 5 steps."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(kind)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     ema, calls, attempts = Ema(), [], []
     scaler.gate(scheduler, ema, lambda: calls.append(1))
@@ -185,11 +177,9 @@ def test_gates_follow_their_own_optimizer():
     assert (both, mine) == ([], [1])
 
 
-def test_a_disabled_scaler_tells_of_applied_steps():
+def test_a_disabled_scaler_tells_of_applied_steps(loop):
     """A loop that asks `last_step.applied` runs with scaling off, too."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", enabled=False)
+    scaler, model, optimizer = loop(lr=0.1, enabled=False)
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -295,12 +285,10 @@ def test_a_gate_may_wait_for_an_optimizer_that_steps_seldom():
     assert second.param_groups[0]["lr"] == 0.5
 
 
-def test_a_step_that_was_not_taken_moves_no_gate():
+def test_a_step_that_was_not_taken_moves_no_gate(loop):
     """Unscaled, looked at, and given up: what the step before did does not count."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls = []
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     scaler.gate(lambda: calls.append(1))
     train(scaler, model, optimizer, ["ok"])
     kept = scaler.last_step
@@ -358,11 +346,9 @@ def test_a_report_belongs_to_its_optimizer_and_not_to_its_place_in_memory():
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_a_gate_that_raises_keeps_no_other_from_advancing(enabled):
+def test_a_gate_that_raises_keeps_no_other_from_advancing(enabled, loop):
     """The step was applied: every schedule and average belongs to it."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", enabled=enabled)
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=0.1, enabled=enabled)
     seen = []
 
     def fail():
@@ -439,11 +425,9 @@ def test_an_average_without_a_model_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize("sync", ["auto", "never"])
-def test_a_scaler_prints_as_one_line(sync):
+def test_a_scaler_prints_as_one_line(sync, loop):
     """Its policy, its scale, and what became of the steps so far."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=0.1, sync=sync)
     for bad in (1.0, float("inf"), 1.0):
         optimizer.zero_grad()
         scaler.scale(param.sum() * bad).backward()

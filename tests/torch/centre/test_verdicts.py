@@ -24,11 +24,9 @@ def started(kind, **options):
 
 
 @KINDS
-def test_scale_too_high(kind):
+def test_scale_too_high(kind, loop):
     """FP16 autocast with a scale beyond its range: normal, and named so."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**40)
+    scaler, model, optimizer = loop(kind, init_scale=2.0**40)
     x, y = batch(0)
     with torch.autocast("cpu", torch.float16):
         loss = torch.nn.functional.mse_loss(model(x), y)
@@ -138,11 +136,9 @@ def test_every_verdict_is_explained():
 
 
 @KINDS
-def test_one_line_for_the_warm_up(kind, caplog):
+def test_one_line_for_the_warm_up(kind, caplog, loop):
     """Seven lost steps at the start are one line, and called normal."""
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(kind)
     with caplog.at_level(logging.INFO, "buoy.torch"):
         train(scaler, model, optimizer, ["inf"] * 7 + ["ok"] * 30)
     assert [record.getMessage() for record in caplog.records] == [
@@ -151,11 +147,9 @@ def test_one_line_for_the_warm_up(kind, caplog):
     assert caplog.records[0].levelno == logging.INFO
 
 
-def test_one_line_per_episode_and_never_one_per_step(caplog):
+def test_one_line_per_episode_and_never_one_per_step(caplog, loop):
     """Skips that keep coming add up into few lines."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", on_stuck=lambda stuck: None)
+    scaler, model, optimizer = loop(lr=0.01, on_stuck=lambda stuck: None)
     with caplog.at_level(logging.INFO, "buoy.torch"):
         train(scaler, model, optimizer, ["ok"] * 5 + ["inf", "ok"] * 100)
     assert 1 <= len(caplog.records) <= 12
@@ -185,15 +179,13 @@ def test_a_clean_run_says_nothing(caplog):
     assert caplog.records == []
 
 
-def test_a_kept_report_is_judged_even_after_its_scaler_is_gone():
+def test_a_kept_report_is_judged_even_after_its_scaler_is_gone(loop):
     """From its own losses: with no others to compare with, no batch is blamed."""
     for factor, expected in (
         (1.0, "scale_too_high"),
         (float("nan"), "forward_nonfinite"),
     ):
-        model = net()
-        optimizer = OPTIMIZERS["fused adamw"](model.parameters())
-        scaler = GradScaler("cpu")
+        scaler, model, optimizer = loop("fused adamw")
         scaler.scale(loss_of(model, 0) * factor).backward()
         spoil(model, "inf")
         scaler.step(optimizer)
@@ -212,11 +204,9 @@ ODD = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("spoilt", [None, *ODD])
-def test_state_of_any_kind_is_looked_at(spoilt):
+def test_state_of_any_kind_is_looked_at(spoilt, loop):
     """A diagnosis never ends the training, and finds the poison in each of them."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(lr=0.1)
     train(scaler, model, optimizer, ["ok"])
     held = {"count": 3, "meta": torch.zeros(2, device="meta")}
     for name, make in ODD.items():
@@ -287,11 +277,9 @@ def test_gradients_that_the_user_keeps_are_not_stale(kind, cleared):
     assert scaler.last_step.verdict is expected
 
 
-def test_several_losses_are_compared_with_as_many():
+def test_several_losses_are_compared_with_as_many(loop):
     """A large loss beside a small one is not an outlier for that."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1e-4)
-    scaler = GradScaler("cpu")
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=1e-4)
     for turn in range(10):
         optimizer.zero_grad()
         scaler.scale(param.sum() * 50).backward()
@@ -304,11 +292,9 @@ def test_several_losses_are_compared_with_as_many():
 
 
 @pytest.mark.parametrize("bad", [None, float("inf")])
-def test_a_step_read_late_does_not_tell_of_the_next_batch(bad):
+def test_a_step_read_late_does_not_tell_of_the_next_batch(bad, loop):
     """Once other gradients lie there, what was not measured is not known."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", sync="never")
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=0.1, sync="never")
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -330,11 +316,9 @@ def lose(scaler, optimizer, param, finish, turns):
         scaler.update()
 
 
-def test_gradients_that_were_found_bad_and_left_alone_are_told_of():
+def test_gradients_that_were_found_bad_and_left_alone_are_told_of(loop):
     """Whoever looks, and does not step, is warned all the same."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", patience=5)
+    scaler, param, optimizer = loop("sgd", torch.ones(2), lr=0.1, patience=5)
     moved = []
     scaler.gate(lambda: moved.append(1))
     with pytest.warns(StuckWarning, match="5 steps in a row"):
@@ -350,12 +334,10 @@ def one_step(scaler, optimizer, param, factor):
 
 
 @pytest.mark.parametrize("kind", ["fused adamw"])
-def test_what_is_heard_late_has_its_own_verdict(kind, monkeypatch):
+def test_what_is_heard_late_has_its_own_verdict(kind, monkeypatch, loop):
     """Flags that travel by themselves bring along whether the loss was finite."""
     monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = OPTIMIZERS[kind]([param])
-    scaler = GradScaler("cpu", patience=4)
+    scaler, param, optimizer = loop(kind, torch.ones(2), patience=4)
     # Flags travel four at a time: the fourth loss that is lost is heard of at step 8.
     for factor in (1.0, *[float("nan")] * 4, 1.0, 1.0):
         one_step(scaler, optimizer, param, factor)
@@ -392,12 +374,13 @@ def test_poison_inside_lists_and_dicts_of_an_optimizers_state_is_found(held):
     assert scaler.last_step.verdict.value == "poisoned"
 
 
-def test_a_norm_that_overflows_over_finite_gradients_is_no_offender():
+def test_a_norm_that_overflows_over_finite_gradients_is_no_offender(loop):
     """The norms show both, the gradients which of them is not finite."""
     large, bad = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     names = [("large", large), ("bad", bad)]
-    optimizer = torch.optim.SGD([large, bad], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=1.0, named_parameters=names)
+    scaler, _, optimizer = loop(
+        "sgd", [large, bad], lr=0.1, init_scale=1.0, named_parameters=names
+    )
     scaler.scale(large.sum() + bad.sum()).backward()
     large.grad.fill_(1e30)
     bad.grad[0] = torch.inf
@@ -407,11 +390,9 @@ def test_a_norm_that_overflows_over_finite_gradients_is_no_offender():
     assert scaler.last_step.offenders == ("bad",)
 
 
-def test_the_losses_of_an_abandoned_iteration_do_not_count():
+def test_the_losses_of_an_abandoned_iteration_do_not_count(loop):
     """Loading a state begins anew."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop("sgd", torch.nn.Linear(2, 1), lr=0.1)
     state = scaler.state_dict()
     scaler.scale(model(torch.full((1, 2), math.nan)).sum())
 

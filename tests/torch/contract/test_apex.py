@@ -250,7 +250,7 @@ def test_decorated_functions_run_in_their_precision():
     assert Module.mm(y, y).dtype == torch.float32
 
 
-def test_it_tells_what_it_does(caplog):
+def test_initialize_logs_what_it_does(caplog):
     """In the log, unless `verbosity` is 0."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -95,11 +95,9 @@ def test_any_order_of_calls_ends_as_with_torch(optimizer, calls):
             assert torch.equal(p.nan_to_num(7.0), q.nan_to_num(7.0))
 
 
-def test_a_library_may_multiply_by_the_scale_itself():
+def test_a_library_may_multiply_by_the_scale_itself(loop):
     """It creates the scale, and never calls `scale`: nothing is stale."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scaler, model, optimizer = loop(init_scale=64.0, growth_interval=2)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     for step in range(3):
         optimizer.zero_grad()

@@ -27,11 +27,9 @@ def test_state_dicts_are_equal_and_load_both_ways():
             assert target.get_growth_interval() == 1
 
 
-def test_pickle_and_deepcopy_carry_the_state():
+def test_pickle_and_deepcopy_carry_the_state(loop):
     """A copy goes on exactly where the original stood."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", growth_interval=2)
+    scaler, model, optimizer = loop(lr=0.1, growth_interval=2)
     train(scaler, model, optimizer, ["ok", "inf", "ok"])
     pickled = pickle.loads(pickle.dumps(scaler))  # noqa: S301 - our own
     for other in (pickled, copy.deepcopy(scaler)):
@@ -52,13 +50,11 @@ def test_copies_carry_attributes_of_others():
 
 @pytest.mark.parametrize("policy", ["backoff", "headroom", "lognormal", "deepspeed"])
 @pytest.mark.parametrize("visible", [True, False])
-def test_copies_carry_a_policys_state_too(policy, visible, monkeypatch):
+def test_copies_carry_a_policys_state_too(policy, visible, monkeypatch, loop):
     """Wherever that state lies, on the host or on a device."""
     if not visible:
         monkeypatch.setattr("buoy._backends.torch.in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = OPTIMIZERS["fused adamw"](model.parameters())
-    scaler = GradScaler("cpu", policy=policy)
+    scaler, model, optimizer = loop("fused adamw", policy=policy)
     train(scaler, model, optimizer, EVENTS)
     other, twin = copy.deepcopy(scaler), copy.deepcopy(model)
     assert other.state_dict() == scaler.state_dict()
@@ -98,12 +94,11 @@ def test_a_disabled_scaler_can_be_copied():
     assert other.last_step.applied
 
 
-def test_disabled_clipping_is_torchs():
+def test_disabled_clipping_is_torchs(loop):
     """A loop written for Buoy runs with the scaler off."""
     weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     weight.grad = torch.tensor([3.0, 4.0])
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", enabled=False)
+    scaler, _, optimizer = loop("sgd", weight, lr=0.1, enabled=False)
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 5.0
     assert torch.allclose(weight.grad.norm(), torch.tensor(1.0))
     scaler.clip_grad_value_(optimizer, 0.1)

@@ -243,11 +243,9 @@ def test_fused_grad_scale_set_by_the_user_multiplies():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_spoilt_after_unscale_are_the_users_own(fused):
+def test_gradients_spoilt_after_unscale_are_the_users_own(fused, loop):
     """After `unscale_` they belong to the caller: torch does not look again."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler, weight, optimizer = loop("adamw", torch.ones(2), lr=0.1, fused=fused)
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
     weight.grad.fill_(float("inf"))
@@ -393,12 +391,11 @@ def test_a_loss_may_be_scaled_inside_a_function_transform():
         assert each(torch.ones(4, 3)).tolist() == [12.0] * 4
 
 
-def test_losses_may_lie_on_several_devices():
+def test_losses_may_lie_on_several_devices(loop):
     """One of which keeps nothing: what is skipped is judged by the others."""
     weight = torch.nn.Parameter(torch.ones(2))
     other = torch.nn.Parameter(torch.ones(2, device="meta"))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler, _, optimizer = loop("sgd", weight, lr=0.1, init_scale=8.0)
     for bad in (None, math.inf, math.nan):
         optimizer.zero_grad()
         first, (second,) = scaler.scale((weight.sum(), [other.sum()]))

@@ -43,7 +43,7 @@ def test_a_disabled_scaler_stays_disabled():
     assert scaler.scale(torch.ones(())) == 1.0
 
 
-def test_it_is_managed_unless_said_otherwise():
+def test_an_installed_scaler_is_managed_unless_said_otherwise():
     """The library calls `update` as often as it wants."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -186,11 +186,9 @@ def test_a_loaded_state_replaces_a_deferred_update():
     assert run.scaler.get_scale() == 4.0
 
 
-def test_rerunning_a_batch_moves_the_scale_between_attempts():
+def test_rerunning_a_batch_moves_the_scale_between_attempts(loop):
     """`run` needs the update before it tries again."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", managed=True)
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, managed=True)
 
     def backward():
         loss = weight.half().sum()  # its gradient fits up to 2^15
@@ -225,11 +223,9 @@ def test_without_it_gradients_of_an_earlier_scale_are_refused():
     assert same(before, run.weights())
 
 
-def test_a_loss_that_compiled_code_scaled_is_not_refused():
+def test_a_loss_that_compiled_code_scaled_is_not_refused(loop):
     """Though an eager iteration came before it."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.1, init_scale=64.0)
     scaled = torch.compile(lambda: scaler.scale(weight.sum()), backend="eager")
     for loss in (lambda: scaler.scale(weight.sum()), scaled):
         optimizer.zero_grad()

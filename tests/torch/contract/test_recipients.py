@@ -12,7 +12,7 @@ EVENTS = ["ok", "inf", "ok"]
 
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
-def test_it_is_given_scale_and_flag_and_nothing_is_left_behind(
+def test_an_optimizer_is_given_scale_and_flag_and_keeps_neither(
     unscaled, hidden, monkeypatch
 ):
     """Its result is that of `step`, and its state is its own."""
@@ -39,7 +39,7 @@ def test_it_is_given_scale_and_flag_and_nothing_is_left_behind(
         torch.testing.assert_close(p, q)
 
 
-def test_it_is_called_without_gradients_too():
+def test_an_optimizer_is_called_without_gradients_too():
     """As torch does: its weight decay or its counter may be due."""
     optimizer = Noting(net().parameters())
     scaler = GradScaler("cpu", init_scale=64.0)

@@ -316,11 +316,9 @@ def test_a_wrapper_may_change_what_it_holds():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_flag_that_was_added_up_over_ranks_skips(fused):
+def test_a_flag_that_was_added_up_over_ranks_skips(fused, loop):
     """Torch's fused kernels skip only where the flag is exactly 1."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, model, optimizer = loop(lr=0.1, fused=fused, init_scale=64.0)
     scaler.scale(loss_of(model, 0)).backward()
     spoil(model, "inf")
     scaler.unscale_(optimizer)

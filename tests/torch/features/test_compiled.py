@@ -151,24 +151,20 @@ def test_a_compiled_step_can_be_asked_about():
     assert scaler.last_step_of(optimizer).next_scale == 32.0
 
 
-def test_plain_sgd_needs_no_step_before_it_is_compiled():
+def test_plain_sgd_needs_no_step_before_it_is_compiled(loop):
     """Without state there is nothing that a first step would have to make."""
     torch._dynamo.reset()
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, model, optimizer = loop(lr=0.1, init_scale=64.0)
     forward, finish = compiled(scaler, model, optimizer, clip=True)
     forward(*batch(0)).backward()
     finish()
     assert scaler.state_dict()["_growth_tracker"] == 1
 
 
-def test_a_policy_follows_a_scale_that_was_written_before_a_compiled_step():
+def test_a_policy_follows_a_scale_that_was_written_before_a_compiled_step(loop):
     """The tensor's scale is the one that the loss has: the next is half of it."""
     torch._dynamo.reset()
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", policy="backoff", sync="never")
+    scaler, model, optimizer = loop(lr=0.1, policy="backoff", sync="never")
     train(scaler, model, optimizer, ["ok"])
     forward, finish = compiled(scaler, model, optimizer, clip=False)
     scaler._scale.fill_(64.0)
@@ -180,12 +176,10 @@ def test_a_policy_follows_a_scale_that_was_written_before_a_compiled_step():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
-def test_what_cannot_be_traced_is_refused_with_the_cure(kind):
+def test_what_cannot_be_traced_is_refused_with_the_cure(kind, loop):
     """State that does not exist yet, and kernels that torch does not trace."""
     torch._dynamo.reset()
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop(kind)
     forward, finish = compiled(scaler, model, optimizer, clip=False)
     forward(*batch(0)).backward()
     with pytest.raises(
@@ -195,12 +189,10 @@ def test_what_cannot_be_traced_is_refused_with_the_cure(kind):
         finish()
 
 
-def test_what_was_unscaled_outside_is_not_unscaled_again_inside():
+def test_what_was_unscaled_outside_is_not_unscaled_again_inside(loop):
     """Half of a step outside of the graph and half inside is refused."""
     torch._dynamo.reset()
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", sync="never", init_scale=64.0)
+    scaler, model, optimizer = loop(lr=0.1, sync="never", init_scale=64.0)
     _, finish = compiled(scaler, model, optimizer, clip=False)
     scaler.scale(loss_of(model, 0)).backward()
     scaler.unscale_(optimizer)
@@ -211,12 +203,10 @@ def test_what_was_unscaled_outside_is_not_unscaled_again_inside():
         finish()
 
 
-def test_what_was_clipped_inside_is_not_stepped_outside():
+def test_what_was_clipped_inside_is_not_stepped_outside(loop):
     """An eager step would divide by the scale, and forget that it was clipped."""
     torch._dynamo.reset()
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler, model, optimizer = loop(lr=0.1, init_scale=64.0)
     before = [param.detach().clone() for param in model.parameters()]
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -339,15 +329,14 @@ def test_several_optimizers_in_one_graph():
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_the_gradients_of_every_backward_pass_fit_one_graph():
+def test_the_gradients_of_every_backward_pass_fit_one_graph(loop):
     """They are other tensors each time, here of two dtypes."""
     torch._dynamo.reset()
     weights = [
         torch.nn.Parameter(torch.ones(2, dtype=dtype))
         for dtype in (torch.float32, torch.float64)
     ]
-    optimizer = torch.optim.SGD(weights, lr=0.5)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler, _, optimizer = loop("sgd", weights, lr=0.5, init_scale=8.0)
     scaler.scale(weights[0].sum()).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -373,11 +362,9 @@ def test_the_gradients_of_every_backward_pass_fit_one_graph():
     assert scaler.last_step.applied
 
 
-def test_the_scale_does_not_move_between_an_eager_and_a_compiled_loss():
+def test_the_scale_does_not_move_between_an_eager_and_a_compiled_loss(loop):
     """A policy that looks ahead looks at the first one."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu", policy="headroom")
+    scaler, weight, optimizer = loop("sgd", torch.ones(2), lr=0.0, policy="headroom")
     for _ in range(20):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
@@ -396,14 +383,14 @@ def test_the_scale_does_not_move_between_an_eager_and_a_compiled_loss():
 
 @pytest.mark.parametrize("order", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-def test_a_compiled_norm_of_any_order_is_the_eager_one(order, dtype):
+def test_a_compiled_norm_of_any_order_is_the_eager_one(order, dtype, loop):
     """Order 0 counts, which the scale does not change; a complex number has a size."""
     torch._dynamo.reset()
     norms = []
     for mode in ("eager", "compiled"):
-        weight = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=dtype))
-        optimizer = torch.optim.SGD([weight], lr=0.0)
-        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler, weight, optimizer = loop(
+            "sgd", torch.tensor([3.0, 4.0], dtype=dtype), lr=0.0, init_scale=4.0
+        )
         scaler.scale((weight * (2 + 1j * (dtype.is_complex))).abs().sum()).backward()
 
         def clip(scaler=scaler, optimizer=optimizer):
@@ -414,12 +401,10 @@ def test_a_compiled_norm_of_any_order_is_the_eager_one(order, dtype):
     assert norms[0] == pytest.approx(norms[1])
 
 
-def test_a_second_clipping_in_a_graph_is_refused():
+def test_a_second_clipping_in_a_graph_is_refused(loop):
     """It would replace the first one."""
     torch._dynamo.reset()
-    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu")
+    scaler, weight, optimizer = loop("sgd", torch.tensor([3.0, 4.0]), lr=0.0)
     scaler.scale((weight**2).sum()).backward()
 
     @torch.compile(fullgraph=True, backend="eager")

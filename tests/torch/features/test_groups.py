@@ -377,11 +377,9 @@ def test_an_overflow_of_one_loss_skips_the_sum_and_lowers_its_own_scale(kind, sy
     assert {"policy": 2.0**20, "value": 2.0**2} == scales
 
 
-def test_a_step_with_a_group_that_scaled_no_loss_is_refused():
+def test_a_step_with_a_group_that_scaled_no_loss_is_refused(loop):
     """Its scale is not the one that the loss was multiplied by."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop()
     one, other = scaler.group("one"), scaler.group("other")
     one.scale(loss_of(model, 0)).backward()
     with pytest.raises(CallOrderError, match="Attempted step but _scale is None"):
@@ -399,12 +397,10 @@ def test_a_step_with_a_group_that_scaled_no_loss_is_refused():
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_a_generator_loss_through_the_critic_is_fine_in_every_step(set_to_none):
+def test_a_generator_loss_through_the_critic_is_fine_in_every_step(set_to_none, loop):
     """Whichever way its gradients in the critic are cleared."""
     (critic, critics), _ = two("sgd")
-    maker = torch.nn.Linear(6, 6)
-    makers = OPTIMIZERS["sgd"](maker.parameters())
-    scaler = GradScaler("cpu")
+    scaler, maker, makers = loop("sgd", torch.nn.Linear(6, 6))
     one, other = scaler.group("critic"), scaler.group("maker")
     for step in range(9):
         critics.zero_grad(set_to_none=set_to_none)
@@ -418,12 +414,10 @@ def test_a_generator_loss_through_the_critic_is_fine_in_every_step(set_to_none):
         assert scaler.last_step.applied
 
 
-def test_a_generator_loss_through_the_critic_is_fine():
+def test_a_generator_loss_through_the_critic_is_fine(loop):
     """Gradients that are cleared before they are used do not count as mixed."""
     (critic, critics), (maker, makers) = two("sgd")
-    maker = torch.nn.Linear(6, 6)
-    makers = OPTIMIZERS["sgd"](maker.parameters())
-    scaler = GradScaler("cpu")
+    scaler, maker, makers = loop("sgd", torch.nn.Linear(6, 6))
     one, other = scaler.group("critic"), scaler.group("maker")
     for step in range(4):
         critics.zero_grad()
@@ -437,11 +431,9 @@ def test_a_generator_loss_through_the_critic_is_fine():
     assert scaler.last_step.applied
 
 
-def test_one_optimizer_may_take_turns_with_groups():
+def test_one_optimizer_may_take_turns_with_groups(loop):
     """Each turn with its own loss and its own scale, also long after the first."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop()
     group = None
     for step in range(12):
         if step > 5:
@@ -456,11 +448,9 @@ def test_one_optimizer_may_take_turns_with_groups():
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_one_optimizer_may_take_turns_in_run(own):
+def test_one_optimizer_may_take_turns_in_run(own, loop):
     """The function steps with the group that scaled the loss."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop()
     turns = [scaler.group("one"), scaler if own else scaler.group("two")]
     for number in range(8):
         turn = turns[number % 2]
@@ -596,11 +586,9 @@ def test_joint_steps_are_taken_back_whatever_is_added_meanwhile(fused):
 # -- what was looked at is what is applied ---------------------------------------------
 
 
-def test_another_groups_backward_pass_between_clipping_and_step_is_refused():
+def test_another_groups_backward_pass_between_clipping_and_step_is_refused(loop):
     """Also long after the first losses, whose graphs are looked at."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop()
     one, other = scaler.group("one"), scaler.group("other")
     for step in range(6):
         for turn in (one, other):

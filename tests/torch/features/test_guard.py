@@ -46,12 +46,11 @@ def step(scaler, model, optimizer, number, *, bad=False):
 
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("sync", ["auto", "never"])
-def test_a_run_with_skips_ends_like_one_without(kind, sync):
+def test_a_run_with_skips_ends_like_one_without(kind, sync, loop):
     """Weights and buffers, running statistics and counters: bit for bit."""
     model, twin = model_with_buffers(), model_with_buffers()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    other = OPTIMIZERS[kind](twin.parameters())
-    scaler = GradScaler("cpu", sync=sync, init_scale=4.0)
+    scaler, _, other = loop(kind, twin, sync=sync, init_scale=4.0)
     plain = GradScaler("cpu", sync=sync, init_scale=4.0)
     scaler.guard(model)
     for number in range(12):
@@ -76,11 +75,10 @@ def test_without_a_guard_they_are_lost():
 
 
 @pytest.mark.parametrize(("kind", "sync"), [("fused adamw", "auto"), ("sgd", "never")])
-def test_it_waits_for_nobody(kind, sync):
+def test_guarded_buffers_are_not_read_on_the_host(kind, sync, loop):
     """Buffers are selected on the device."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, _, optimizer = loop(kind, model, sync=sync)
     scaler.guard(model)
     step(scaler, model, optimizer, 0)
     before = buffers(model)
@@ -93,12 +91,11 @@ def test_it_waits_for_nobody(kind, sync):
         assert torch.equal(value, before[name]), name
 
 
-def test_a_model_follows_its_own_optimizer():
+def test_a_model_follows_its_own_optimizer(loop):
     """With two networks the one that stepped keeps its statistics."""
     one, two = model_with_buffers(), model_with_buffers()
     first = OPTIMIZERS["sgd"](one.parameters())
-    second = OPTIMIZERS["sgd"](two.parameters())
-    scaler = GradScaler("cpu")
+    scaler, _, second = loop("sgd", two)
     scaler.guard(one, two)
     before = buffers(two)
     x, _ = batch(0)
@@ -113,11 +110,10 @@ def test_a_model_follows_its_own_optimizer():
         assert torch.equal(value, before[name]), name
 
 
-def test_parts_of_a_model_may_be_called_alone():
+def test_parts_of_a_model_may_be_called_alone(loop):
     """A forward pass that goes around the model's own is seen as well."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model)
     scaler.guard(model)
     before = buffers(model)
     x, _ = batch(0)
@@ -129,11 +125,10 @@ def test_parts_of_a_model_may_be_called_alone():
     assert torch.equal(before["1.running_mean"], model[1].running_mean)
 
 
-def test_buffers_loaded_between_steps_stay():
+def test_buffers_loaded_between_steps_stay(loop):
     """What was written before the forward pass is what a skip goes back to."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model)
     scaler.guard(model)
     step(scaler, model, optimizer, 0)
     state = copy.deepcopy(model.state_dict())
@@ -158,11 +153,10 @@ def update_statistics(model):
 @pytest.mark.parametrize("between", [validate, update_statistics])
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("sync", ["auto", "never"])
-def test_what_is_done_between_iterations_stays(between, by_hand, sync):
+def test_what_is_done_between_iterations_stays(between, by_hand, sync, loop):
     """A copy is taken when the next iteration trains, not by a pass before it."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, _, optimizer = loop("sgd", model, sync=sync)
     scaler.guard(model)
     step(scaler, model, optimizer, 0)
     between(model)
@@ -181,11 +175,10 @@ def test_what_is_done_between_iterations_stays(between, by_hand, sync):
         assert torch.equal(value, before[name]), name
 
 
-def test_a_pass_between_forward_and_update_is_undone_too():
+def test_a_pass_between_forward_and_update_is_undone_too(loop):
     """The first pass that trains is what a skip goes back to."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model)
     scaler.guard(model)
     before = buffers(model)
     model(batch(3)[0])
@@ -207,11 +200,10 @@ def set_by_hand(model):
 
 @pytest.mark.parametrize("between", [load, set_by_hand, update_statistics, validate])
 @pytest.mark.parametrize("sync", ["auto", "never"])
-def test_an_iteration_that_was_abandoned_leaves_no_copy(between, sync):
+def test_an_iteration_that_was_abandoned_leaves_no_copy(between, sync, loop):
     """What is written after it stays: its gradients were cleared, so it is over."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", sync=sync)
+    scaler, _, optimizer = loop("sgd", model, sync=sync)
     scaler.guard(model)
     step(scaler, model, optimizer, 0)
     scaler.scale(model(batch(1)[0]).mean()).backward()  # and then an exception
@@ -225,11 +217,10 @@ def test_an_iteration_that_was_abandoned_leaves_no_copy(between, sync):
         assert torch.equal(value, before[name]), name
 
 
-def test_what_is_loaded_after_a_failed_forward_pass_stays():
+def test_what_is_loaded_after_a_failed_forward_pass_stays(loop):
     """Before any loss was scaled."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model)
     scaler.guard(model)
     model(batch(1)[0])  # and then an exception
     load(model)
@@ -292,11 +283,10 @@ def test_a_guarded_model_is_compiled_without_a_break(inside):
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_an_accumulated_iteration_goes_back_to_its_beginning(set_to_none):
+def test_an_accumulated_iteration_goes_back_to_its_beginning(set_to_none, loop):
     """The gradients of the first micro-batch are still there."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model)
     scaler.guard(model)
     step(scaler, model, optimizer, 0)
     optimizer.zero_grad(set_to_none=set_to_none)
@@ -311,11 +301,10 @@ def test_an_accumulated_iteration_goes_back_to_its_beginning(set_to_none):
         assert torch.equal(value, before[name]), name
 
 
-def test_a_disabled_scaler_guards_nothing():
+def test_a_disabled_scaler_guards_nothing(loop):
     """And says nothing."""
     model = model_with_buffers()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", enabled=False)
+    scaler, _, optimizer = loop("sgd", model, enabled=False)
     scaler.guard(model)
     step(scaler, model, optimizer, 0)
 

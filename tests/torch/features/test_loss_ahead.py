@@ -64,11 +64,11 @@ def test_a_batch_that_jumps_is_applied_at_a_lower_scale(
         assert applied.count(False) == skipped
 
 
-def test_the_lower_scale_multiplies_this_very_loss():
+def test_the_lower_scale_multiplies_this_very_loss(loop):
     """And is taken out of the gradients again."""
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu", policy=LossAhead("backoff"))
+    scaler, weight, optimizer = loop(
+        "sgd", torch.ones(4), lr=0.0, policy=LossAhead("backoff")
+    )
     for size in (1.0, 1.0, 2.0**10):
         optimizer.zero_grad()
         loss = weight.sum() * size
@@ -165,12 +165,10 @@ def test_a_batch_that_is_run_again_leaves_a_constant_scale_as_it_was():
 
 
 @pytest.mark.slow
-def test_a_compiled_step_looks_ahead():
+def test_a_compiled_step_looks_ahead(loop):
     """In one graph with the forward pass, and another for the rest."""
     torch._dynamo.reset()
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", policy=LossAhead("backoff"), sync="never")
+    scaler, model, optimizer = loop(policy=LossAhead("backoff"), sync="never")
     train(scaler, model, optimizer, ["ok"])
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -134,13 +134,12 @@ def test_views_and_empty_tensors_are_counted_too():
     assert same[2].sum() == 0
 
 
-def test_nothing_changes_by_being_recorded(tmp_path):
+def test_nothing_changes_by_being_recorded(tmp_path, loop):
     """Weights and scales are those of a run without a trace, bit for bit."""
     plain, traced = net(), net()
     results = []
     for model, trace in ((plain, None), (traced, tmp_path / "run.buoy")):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scaler = GradScaler("cpu", policy="headroom", trace=trace)
+        scaler, _, optimizer = loop("adamw", model, policy="headroom", trace=trace)
         results.append(train(scaler, model, optimizer, EVENTS * 3))
         if scaler.trace is not None:
             scaler.trace.close()

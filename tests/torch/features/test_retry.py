@@ -91,12 +91,13 @@ def test_nothing_is_lost(kind, whole, policy):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused sgd"])
-def test_a_step_that_leaves_clearing_to_its_caller_starts_again_without_gradients(kind):
+def test_a_step_that_leaves_clearing_to_its_caller_starts_again_without_gradients(
+    kind, loop
+):
     """What overflowed is not added to, and the update is that of the batch alone."""
     model, twin = net(), net()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    other = OPTIMIZERS[kind](twin.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**24)
+    scaler, _, other = loop(kind, twin, init_scale=2.0**24)
     found = []
 
     def step():
@@ -132,11 +133,9 @@ def test_without_run_they_are_lost():
     assert max(steps_of(optimizer)) < STEPS
 
 
-def test_every_generator_repeats():
+def test_every_generator_repeats(loop):
     """Torch's, Python's and NumPy's."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**24)
+    scaler, model, optimizer = loop(init_scale=2.0**24)
     drawn = []
 
     def step():
@@ -155,11 +154,9 @@ def test_every_generator_repeats():
     assert 1 == len(set(drawn))
 
 
-def test_a_scale_that_is_far_too_high_falls_in_few_runs():
+def test_a_scale_that_is_far_too_high_falls_in_few_runs(loop):
     """Each divides by the square of what the one before has divided by."""
-    model = net()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**60)
+    scaler, model, optimizer = loop("adamw", init_scale=2.0**60)
     tries = []
 
     def step():
@@ -173,11 +170,9 @@ def test_a_scale_that_is_far_too_high_falls_in_few_runs():
     assert 2.0**-3 == scaler.get_scale()
 
 
-def test_a_static_scale_comes_back():
+def test_a_static_scale_comes_back(loop):
     """It was lowered for one batch alone."""
-    model = net()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    scaler = GradScaler("cpu", policy="static", init_scale=2.0**20)
+    scaler, model, optimizer = loop("adamw", policy="static", init_scale=2.0**20)
     scaler.run(lambda: scaler.scale(loss_in_half(model, 0)).backward(), optimizer)
 
     assert scaler.last_step.applied
@@ -188,13 +183,14 @@ def test_a_static_scale_comes_back():
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 @pytest.mark.parametrize("policy", [None, "backoff", "static"])
-def test_the_scale_that_succeeded_stays(sync, hidden, kind, policy, monkeypatch):
+def test_the_scale_that_succeeded_stays(sync, hidden, kind, policy, monkeypatch, loop):
     """Also where the scale and the outcome are on a device; a static one comes back."""
     if hidden:
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
     weight = nn.Parameter(torch.ones(2))
-    optimizer = OPTIMIZERS[kind]([weight])
-    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**20, sync=sync)
+    scaler, _, optimizer = loop(
+        kind, weight, policy=policy, init_scale=2.0**20, sync=sync
+    )
 
     def step():
         scaler.scale(weight.half().sum().float()).backward()
@@ -212,14 +208,14 @@ def test_the_scale_that_succeeded_stays(sync, hidden, kind, policy, monkeypatch)
 @pytest.mark.parametrize("error", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
 def test_used_up_retries_count_as_one_skip(
-    sync, policy, after, error, hidden, monkeypatch
+    sync, policy, after, error, hidden, monkeypatch, loop
 ):
     """A batch that overflows at any scale does not drive the scale down."""
     if hidden:  # as on a device
         monkeypatch.setattr(backend, "in_host_memory", lambda tensor: False)
-    model = net()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    scaler = GradScaler("cpu", policy=policy, init_scale=2.0**20, sync=sync)
+    scaler, model, optimizer = loop(
+        "adamw", policy=policy, init_scale=2.0**20, sync=sync
+    )
     scaler.run(lambda: scaler.scale(loss_of(model, 0)).backward(), optimizer)
     attempts = []
 
@@ -241,11 +237,10 @@ def test_used_up_retries_count_as_one_skip(
     ("options", "wanted"),
     [({"policy": "none"}, 1), ({"min_scale": 2.0**14}, 3)],
 )
-def test_the_lowest_scale_is_not_run_again(options, wanted):
+def test_the_lowest_scale_is_not_run_again(options, wanted, loop):
     """There is nothing to lower."""
     model, attempts = net(), []
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu", **options)
+    scaler, _, optimizer = loop("sgd", model, **options)
 
     def step():
         attempts.append(1)
@@ -315,11 +310,10 @@ def two_networks(skip):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_batch_with_an_unusual_loss_is_run_again(grouped):
+def test_a_batch_with_an_unusual_loss_is_run_again(grouped, loop):
     """Whether its loss is an outlier depends on history; whether it fits does not."""
     weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = GradScaler("cpu", init_scale=2.0**4)
+    scaler, _, optimizer = loop("sgd", weight, lr=0.0, init_scale=2.0**4)
     one = scaler.group("a") if grouped else scaler
     attempts = []
 
@@ -358,11 +352,9 @@ def test_a_joint_step_is_run_again():
     assert 2.0**16 == scaler.group("a").get_scale()
 
 
-def test_disabled_runs_once():
+def test_disabled_runs_once(loop):
     """And steps."""
-    model = net()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    scaler = GradScaler("cpu", enabled=False)
+    scaler, model, optimizer = loop("adamw", enabled=False)
     result = scaler.run(
         lambda: scaler.scale(loss_of(model, 0)).backward() or 3, optimizer
     )
@@ -371,11 +363,9 @@ def test_disabled_runs_once():
     assert {1} == steps_of(optimizer)
 
 
-def test_mistakes_are_told():
+def test_mistakes_are_told(loop):
     """Each with its cure."""
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = GradScaler("cpu")
+    scaler, model, optimizer = loop()
 
     def step():
         scaler.scale(loss_of(model, 0)).backward()

@@ -142,7 +142,7 @@ def test_a_level_that_stays_is_believed():
     assert [20, 21, 22] == missed
 
 
-def test_it_waits_for_nobody():
+def test_the_spike_guard_reads_nothing_on_the_host():
     """Norm, decision and count stay on the device."""
     for kind, sync in (("fused adamw", "auto"), ("adamw", "never")):
         model = net()
@@ -170,12 +170,11 @@ def test_healthy_runs_never_meet_it(path):
 
 
 @pytest.mark.parametrize("policy", [None, "headroom"])
-def test_resuming_is_exact(policy):
+def test_resuming_is_exact(policy, loop):
     """The distribution is in the state, as plain numbers."""
     model, twin = net(), net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    other = OPTIMIZERS["adamw"](twin.parameters())
-    scaler = GradScaler("cpu", policy=policy, spike_guard=QUICK)
+    scaler, _, other = loop("adamw", twin, policy=policy, spike_guard=QUICK)
     train(scaler, model, optimizer, range(15))
     saved = json.loads(json.dumps(scaler.state_dict()))
     twin.load_state_dict(model.state_dict())
@@ -207,11 +206,9 @@ def test_wrong_fields_are_told(field):
         SpikeGuard(**field)
 
 
-def test_a_scaler_with_a_guard_can_be_copied_after_steps():
+def test_a_scaler_with_a_guard_can_be_copied_after_steps(loop):
     """The copy goes on from the same distribution, with whichever optimizer comes."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", spike_guard="skip")
+    scaler, model, optimizer = loop("adamw", spike_guard="skip")
     train(scaler, model, optimizer, range(3))
     other = copy.deepcopy(scaler)
     assert other.state_dict() == scaler.state_dict()

@@ -218,13 +218,12 @@ def test_harmless_hooks_are_left_alone():
     assert len(logger.seen) == 40
 
 
-def test_poisoned_weights_are_not_mistaken_for_changed_ones():
+def test_poisoned_weights_are_not_mistaken_for_changed_ones(loop):
     """NaN is not equal to itself, and not a change either."""
     model = net()
     on_each(model, Logger(None).hook)
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler, _, optimizer = loop("sgd", model, lr=0.1)
     train(scaler, model, optimizer, ["ok"])
     assert scaler.last_step.verdict == "poisoned"

@@ -39,7 +39,7 @@ def test_the_norm_is_that_of_the_unsharded_network(name, by_hand, crew_of):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_it_is_so_where_the_host_reads_nothing(name, crew_of):
+def test_the_norm_is_right_where_the_host_reads_nothing(name, crew_of):
     """What runs then is what runs on a device that has to be asked."""
     crew = crew_of(placements.ALL[name].size)
     assert_right(crew, name, 2.0, True, False, True)

@@ -23,7 +23,7 @@ def whole_norm(name: str, order: float, size: float) -> float:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_it_equals_that_of_the_unsharded_network(name, crew_of):
+def test_the_norm_equals_that_of_the_unsharded_network(name, crew_of):
     """To a millionth, for every order, on every rank."""
     for order in ORDERS:
         expected = whole_norm(name, order, 1.0)

@@ -36,7 +36,7 @@ def test_a_policys_state_is_compared_too(crew_of):
         assert "rank 1 has scale 16" in message
 
 
-def test_it_is_seen_where_the_host_has_to_ask(crew_of):
+def test_a_rank_with_another_state_is_named_where_the_host_has_to_ask(crew_of):
     """In the one read that a step takes anyway."""
     for message, _, untouched in crew_of(2).run(
         tasks.differ, "scale", "sgd", None, True
@@ -46,7 +46,7 @@ def test_it_is_seen_where_the_host_has_to_ask(crew_of):
 
 
 @pytest.mark.parametrize("kind", ["fused", "sgd"])
-def test_it_is_heard_of_late_where_nobody_asks(kind, crew_of):
+def test_a_rank_with_another_state_is_named_late_where_nobody_asks(kind, crew_of):
     """All ranks skip from the first such step on, and are told when word arrives."""
     for told in crew_of(2).run(tasks.late, kind):
         assert told is not None
@@ -97,7 +97,7 @@ def test_all_ranks_evaluate_a_closure_or_none_steps(bad, crew_of):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_others_read_what_the_ranks_agreed_on(clip, crew_of):
+def test_torchs_flags_and_norm_are_those_that_the_ranks_agreed_on(clip, crew_of):
     """After `unscale_`, as PyTorch's own test of FSDP2 with a scaler demands."""
     for found, norm, applied, scale in crew_of(4).run(differ.read_after_unscale, clip):
         assert [1.0] == found
