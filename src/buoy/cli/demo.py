@@ -2,7 +2,7 @@
 
 import click
 
-from buoy.cli.spec import JSON, POLICY, made
+from buoy.cli.spec import JSON, made, policy_option
 
 __all__ = ["demo"]
 
@@ -12,14 +12,7 @@ _CTRL_C = 130  # as shells have it
 
 @click.command(short_help="Train small models in FP32 and FP16, side by side.")
 @click.argument("names", metavar="[WORKLOAD]...", nargs=-1)
-@click.option(
-    "-p",
-    "--policy",
-    "specs",
-    metavar=POLICY,
-    multiple=True,
-    help="Train with this policy too, e.g. backoff:init_scale=2**10. Repeatable.",
-)
+@policy_option("Train with this policy too, e.g. backoff:init_scale=2**10. Repeatable.")
 @click.option("--steps", type=click.IntRange(1), help="Train for this many steps only.")
 @click.option(
     "--seeds", type=click.IntRange(1, 99), default=_SEEDS, show_default=True,

@@ -10,7 +10,7 @@ from buoy._core.replay.trace import Trace
 from buoy._core.replay.walk import log2_of
 from buoy._core.text import printable
 from buoy.cli.render import describe, json_out, percent, scale, stages, table
-from buoy.cli.spec import FILE, FORMAT, JSON, POLICY, made, opened
+from buoy.cli.spec import FILE, FORMAT, JSON, made, opened, policy_option
 
 __all__ = ["USUAL", "compare", "named", "replay"]
 
@@ -24,15 +24,9 @@ _COLUMNS = (
 
 @click.command(short_help="Run policies over a trace, and compare what they lose.")
 @FILE
-@click.option(
-    "-p",
-    "--policy",
-    "specs",
-    metavar=POLICY,
-    multiple=True,
-    help="A policy to run, with parameters, e.g. torch:init_scale=2**10; one of your "
-    "own as MODULE:CLASS or FILE.py:CLASS. Repeatable. "
-    f"[default: {', '.join(USUAL)}]",
+@policy_option(
+    "A policy to run, with parameters, e.g. torch:init_scale=2**10; one of your own as "
+    f"MODULE:CLASS or FILE.py:CLASS. Repeatable. [default: {', '.join(USUAL)}]"
 )
 @FORMAT
 @JSON

@@ -8,7 +8,7 @@ import click
 from buoy._core.text import printable
 from buoy.cli.render import fields_of, json_out, stages
 from buoy.cli.replay import USUAL, named
-from buoy.cli.spec import JSON, POLICY
+from buoy.cli.spec import JSON, policy_option
 
 if TYPE_CHECKING:
     from buoy.report.run import Run
@@ -35,14 +35,8 @@ __all__ = ["report"]
     help="The label of a run, in the order of the files. Repeatable.",
 )
 @click.option("--title", default="", help="The title of the page.")
-@click.option(
-    "-p",
-    "--policy",
-    "specs",
-    metavar=POLICY,
-    multiple=True,
-    help="A policy to replay over each run. Repeatable. "
-    "[default: headroom, torch, megatron]",
+@policy_option(
+    f"A policy to replay over each run. Repeatable. [default: {', '.join(USUAL)}]"
 )
 @click.option("--open", "open_it", is_flag=True, help="Open the page in a browser.")
 @JSON

@@ -23,8 +23,8 @@ from buoy._core.policies.registry import policy as make
 from buoy._core.replay.trace import Trace
 
 __all__ = [
-    "FILE", "FORMAT", "JSON", "POLICY", "PROGRAM", "chosen", "hint_at_options",
-    "made", "opened", "parsed", "value_of",
+    "FILE", "FORMAT", "JSON", "PROGRAM", "chosen", "hint_at_options", "made",
+    "opened", "parsed", "policy_option", "value_of",
 ]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -41,8 +41,15 @@ FORMAT = click.option(
     type=click.Choice(list(FORMATS)),
     help="Use the limits of this format, instead of the recorded one's.",
 )
-POLICY = "NAME[:key=value,...]"
+_POLICY = "NAME[:key=value,...]"
 _USAGE = 2  # the exit code with which argparse and click refuse arguments
+
+
+def policy_option(text: str) -> Callable[[Command], Command]:
+    """Take any number of policies; `text` says what for."""
+    return click.option(
+        "-p", "--policy", "specs", metavar=_POLICY, multiple=True, help=text
+    )
 
 
 def PROGRAM(command: Command) -> Command:  # noqa: N802 - a decorator like those above
@@ -87,10 +94,10 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if not name or not key.strip() or not equals or not value.strip():
             message = f"{item!r} is not key=value, e.g. growth_interval=500."
-            raise click.BadParameter(message, param_hint="NAME[:key=value,...]")
+            raise click.BadParameter(message, param_hint=_POLICY)
         if key.strip() in parameters:
             message = f"`{key.strip()}` is given twice in {text!r}."
-            raise click.BadParameter(message, param_hint="NAME[:key=value,...]")
+            raise click.BadParameter(message, param_hint=_POLICY)
         parameters[key.strip()] = value_of(value.strip())
     return name.strip(), parameters
 

@@ -11,7 +11,16 @@ from buoy._core.replay.settings import Tunable
 from buoy._core.replay.tune import Tuned, TunedPolicy, TunedStatic
 from buoy._core.replay.tune import tune as run
 from buoy.cli.render import fields_of, json_out, percent, value_text
-from buoy.cli.spec import FILE, FORMAT, JSON, POLICY, chosen, made, opened, value_of
+from buoy.cli.spec import (
+    FILE,
+    FORMAT,
+    JSON,
+    chosen,
+    made,
+    opened,
+    policy_option,
+    value_of,
+)
 
 __all__ = ["tune"]
 
@@ -20,14 +29,9 @@ _USUAL = ("backoff",)
 
 @click.command(short_help="Find the best static scale and policy settings.")
 @FILE
-@click.option(
-    "-p",
-    "--policy",
-    "specs",
-    metavar=POLICY,
-    multiple=True,
-    help="A policy to tune; parameters given with it are kept. Repeatable. [default: "
-    f"{', '.join(_USUAL)}]",
+@policy_option(
+    "A policy to tune; parameters given with it are kept. Repeatable. [default: "
+    f"{', '.join(_USUAL)}]"
 )
 @click.option(
     "-t",

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy
 from buoy._core.policies.static import Static
+from buoy._core.watch import Stuck
 from buoy.torch import GradScaler
 
 __all__ = ["COLUMNS", "Column", "column_of"]
@@ -23,7 +23,7 @@ class Column:
     policy: Policy | None = None  # None is FP32, or torch's own scaler
     narrow: bool = True  # in FP16
 
-    def scaler(self, on_stuck: Callable[[Any], None]) -> torch.amp.GradScaler:
+    def scaler(self, on_stuck: Callable[[Stuck], None]) -> torch.amp.GradScaler:
         """Make what scales the loss."""
         if self.policy is not None:
             return GradScaler("cpu", policy=self.policy, on_stuck=on_stuck)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buoy.demo.results import Results
 from buoy.demo.train import Outcome
@@ -18,6 +18,10 @@ from buoy.report.parts import key
 from buoy.report.run import Run
 from buoy.report.sheet import save, sheet, slot
 from buoy.trace.recording import Recording
+
+if TYPE_CHECKING:
+    from bokeh.models import Range1d
+    from bokeh.plotting import figure
 
 __all__ = ["write"]
 
@@ -35,13 +39,15 @@ _PRECISIONS = {
 
 def write(results: Results, out: str | os.PathLike[str], *, whole: bool = True) -> Path:
     """Write the page; `whole` says whether everything was trained to its end."""
-    charts: dict[str, Any] = {}
+    charts: dict[str, figure] = {}
     parts = [_glance(results, whole=whole)]
     for workload in results.workloads:
         runs = _runs(results, workload)
         if runs:
             parts.append(_training(workload, runs, charts))
-    title = "What loss scaling does" + ("" if whole else " (stopped early)")
+    title = "What loss scaling does"
+    if not whole:
+        title += " (stopped early)"
     return save(sheet(title, _intro(results), "\n".join(parts), charts), out)
 
 
@@ -56,6 +62,7 @@ def _intro(results: Results) -> str:
 
 
 def _glance(results: Results, *, whole: bool) -> str:
+    """Return the table of all results, and what they say."""
     rows = [
         [
             Cell(_name(workload), workload.name, markup=True),
@@ -79,17 +86,22 @@ def _glance(results: Results, *, whole: bool) -> str:
         for column in results.columns
     )
     return section(
-        "What you see", early, f"<ul>{said}</ul>", made, note, f"<dl>{ways}</dl>",
+        "What you see",
+        early,
+        f"<ul>{said}</ul>",
+        made,
+        note,
+        f"<dl>{ways}</dl>",
         name="glance",
-    )  # fmt: skip
+    )
 
 
 def _name(workload: Workload) -> str:
     better = "high is good" if workload.higher else "low is good"
+    note = f"{workload.name}: {workload.metric}, {better}"
     return (
         f'<a href="#{workload.name}">{escape(workload.title)}</a><br>'
-        f'<span class="note">{escape(f"{workload.name}: {workload.metric}, {better}")}'
-        "</span>"
+        f'<span class="note">{escape(note)}</span>'
     )
 
 
@@ -97,7 +109,7 @@ def _cell(results: Results, workload: Workload, column: str) -> Cell:
     cell = results.cell(workload, column)
     if cell is None:
         return Cell("-")
-    text = figure(workload, cell.score)
+    text = score_text(workload, cell.score)
     good = results.as_good(workload, column)
     if column != "fp32" and good is not None:
         sign, kind = ("&#10003;", "healthy") if good else ("&#10007;", "trouble")
@@ -109,13 +121,15 @@ def _cell(results: Results, workload: Workload, column: str) -> Cell:
     return Cell(text, cell.score, markup=True)
 
 
-def figure(workload: Workload, score: float) -> str:
+def score_text(workload: Workload, score: float) -> str:
     """Write a score with the digits that matter.
 
     Example:
         >>> from buoy.demo.workloads import WORKLOADS
-        >>> figure(WORKLOADS["bandit"], 0.98633), figure(WORKLOADS["bce"], 0.0021413)
-        ('0.986', '0.00214')
+        >>> score_text(WORKLOADS["bandit"], 0.98633)
+        '0.986'
+        >>> score_text(WORKLOADS["bce"], 0.0021413)
+        '0.00214'
     """
     return f"{score:.3g}" if workload.metric == "loss" else f"{score:.3f}"
 
@@ -146,7 +160,9 @@ def _run(outcome: Outcome) -> Run:
     return Run(recording, outcome.column, series={"loss": means})
 
 
-def _training(workload: Workload, runs: Sequence[Run], charts: dict[str, Any]) -> str:
+def _training(
+    workload: Workload, runs: Sequence[Run], charts: "dict[str, figure]"
+) -> str:
     """Draw one training: loss, scale and skips, what is lost, and in which layers."""
     from bokeh.models import Range1d  # noqa: PLC0415 - a large import
 
@@ -157,20 +173,19 @@ def _training(workload: Workload, runs: Sequence[Run], charts: dict[str, Any]) -
     place = f"{workload.name} loss"
     charts[place] = loss_charts(runs, x_range)["loss"]
     words = f"{workload.words} {_PRECISIONS[workload.precision]}; seed 0 is drawn."
+    narrow = [run for run in runs if run.label != "fp32"]
     return section(
         workload.title,
         f"<p>{escape(words)}</p>",
         key(runs),
         figure_box(slot(place), "Loss", f"unscaled, mean over {_BLOCK} steps."),
-        *_scaling(
-            workload.name, [r for r in runs if r.label != "fp32"], charts, x_range
-        ),
+        *_scaling(workload.name, narrow, charts, x_range),
         name=workload.name,
     )
 
 
 def _scaling(
-    name: str, runs: Sequence[Run], charts: dict[str, Any], x_range: Any
+    name: str, runs: Sequence[Run], charts: "dict[str, figure]", x_range: "Range1d"
 ) -> list[str]:
     """Draw what FP16 and the scale made of the gradients."""
     if not runs:
@@ -185,16 +200,16 @@ def _scaling(
         figure_box(slot(f"{name} scale"), "Scale", "and a mark for each skipped step."),
         figure_box(slot(f"{name} lost"), "Share of the gradients", lost),
     ]
-    span, maps = binades(runs), []
+    span = binades(runs)
+    maps = []
     by_label = {run.label: run for run in runs}
     for label in _MAPS:
         if label not in by_label:
             continue
-        if not has_map(by_label[label]):
-            words = '<p class="soft">All gradients are exactly zero.</p>'
-            maps.append(figure_box(words, label, "where the scaled gradients lie"))
-        else:
-            charts[f"{name} map {label}"] = heat_map(by_label[label], span, x_range)
-            place = slot(f"{name} map {label}")
-            maps.append(figure_box(place, label, "where the scaled gradients lie"))
+        run = by_label[label]
+        content = '<p class="soft">All gradients are exactly zero.</p>'
+        if has_map(run):
+            content = slot(f"{name} map {label}")
+            charts[f"{name} map {label}"] = heat_map(run, span, x_range)
+        maps.append(figure_box(content, label, "where the scaled gradients lie"))
     return [*boxes, f'<div class="maps three">{"".join(maps)}</div>']

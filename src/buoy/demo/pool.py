@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.synchronize import Event
 
 from buoy.demo.columns import Column
 from buoy.demo.train import Outcome, train
@@ -21,8 +21,8 @@ from buoy.demo.workloads import WORKLOADS
 __all__ = ["Job", "cores", "run"]
 
 _PATIENCE = 20.0  # seconds for trainings to end after Ctrl-C
-_MOST = 8
-_stop: Any = None  # in a worker: the event that says so
+_MOST = 8  # trainings at once
+_stop: Event | None = None  # in a worker: set by Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,12 @@ class Job:
 
 
 def cores() -> int:
-    """Tell how many trainings may run at once."""
-    usable = getattr(os, "sched_getaffinity", None)
-    count = len(usable(0)) if usable else os.cpu_count() or 1
-    return min(count, _MOST)
+    """Return how many trainings may run at once."""
+    if hasattr(os, "sched_getaffinity"):  # not on a Mac, nor on Windows
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    return min(usable, _MOST)
 
 
 def run(jobs: Iterable[Job], workers: int, done: Callable[[Outcome], None]) -> bool:
@@ -47,7 +49,7 @@ def run(jobs: Iterable[Job], workers: int, done: Callable[[Outcome], None]) -> b
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, _begin, (stop,))
-    with _deaf():  # which workers inherit
+    with _ctrl_c_ignored():  # which workers inherit
         pending = [pool.submit(_work, job) for job in jobs]
     try:
         for future in as_completed(pending):
@@ -77,7 +79,7 @@ def _rest(pending: list["Future[Outcome]"]) -> Iterator[Outcome]:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def _ctrl_c_ignored() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -85,7 +87,8 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _begin(stop: Any) -> None:
+def _begin(stop: Event) -> None:
+    """Set a worker up."""
     import torch  # noqa: PLC0415 - in the worker
 
     global _stop  # noqa: PLW0603 - a worker belongs to one pool
@@ -95,4 +98,8 @@ def _begin(stop: Any) -> None:
 
 
 def _work(job: Job) -> Outcome:
-    return train(WORKLOADS[job.workload], job.column, job.seed, job.steps, _stop.is_set)
+    return train(WORKLOADS[job.workload], job.column, job.seed, job.steps, _is_over)
+
+
+def _is_over() -> bool:
+    return _stop is not None and _stop.is_set()

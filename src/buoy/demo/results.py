@@ -1,9 +1,8 @@
 """The results of the trainings: a table, and sentences that depend on the figures."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from buoy.demo.columns import Column
 from buoy.demo.train import Outcome
@@ -12,6 +11,7 @@ from buoy.demo.workloads import Workload
 __all__ = ["WITHIN", "Cell", "Claim", "Results"]
 
 WITHIN = 0.02  # of FP32's figure: as good
+_WHO = {"none": "Training without scaling", "torch": "torch's GradScaler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,25 @@ class Results:
 
     def cell(self, workload: Workload, column: str) -> Cell | None:
         """Give one cell of the table; None if nothing is known of it."""
-        found = sorted(
-            (
-                outcome
-                for outcome in self.outcomes
-                if (outcome.workload, outcome.column) == (workload.name, column)
-            ),
-            key=lambda outcome: outcome.seed,
-        )
-        return Cell(tuple(found)) if found else None
+        found = [
+            outcome
+            for outcome in self.outcomes
+            if outcome.workload == workload.name and outcome.column == column
+        ]
+        if not found:
+            return None
+        return Cell(tuple(sorted(found, key=lambda outcome: outcome.seed)))
 
     def as_good(self, workload: Workload, column: str) -> bool | None:
         """Say whether a way reached FP32's figure; None if not both are known."""
-        own, full = self.cell(workload, column), self.cell(workload, "fp32")
-        if own is None or full is None:
+        own = self.cell(workload, column)
+        fp32 = self.cell(workload, "fp32")
+        if own is None or fp32 is None:
             return None
-        slack = WITHIN * abs(full.score)
+        slack = WITHIN * abs(fp32.score)
         if workload.higher:
-            return own.score >= full.score - slack
-        return own.score <= full.score + slack
+            return own.score >= fp32.score - slack
+        return own.score <= fp32.score + slack
 
     def failures(self, column: str) -> list[str]:
         """Name the workloads on which a way did not reach FP32's figure."""
@@ -89,15 +89,16 @@ class Results:
         if "fp32" not in names:
             return []
         fixed = [name for name in names if name.startswith("static ")]
-        said = [self._about(name, shown) for name in names if name in {"none", "torch"}]
+        said = [self._about(name, shown) for name in names if name in _WHO]
         said += [self._about(name, shown) for name in fixed]
-        said += [self._buoy(shown)] if {"buoy", "torch"} <= set(names) else []
-        said += [self._idle(shown)] if "none" in names else []
+        if "buoy" in names and "torch" in names:
+            said.append(self._buoy(shown))
+        if "none" in names:
+            said.append(self._idle(shown))
         return said
 
     def _about(self, name: str, shown: dict[str, str]) -> Claim:
-        words = {"none": "Training without scaling", "torch": "torch's GradScaler"}
-        who = words.get(name, f"A {name.replace('static', 'fixed scale of')}")
+        who = _WHO.get(name, f"A {name.replace('static', 'fixed scale of')}")
         failed = [shown[key] for key in self.failures(name)]
         if not failed:
             return Claim(f"{who} reaches FP32 everywhere here.", held=False)
@@ -105,14 +106,15 @@ class Results:
 
     def _buoy(self, shown: dict[str, str]) -> Claim:
         failed = [shown[key] for key in self.failures("buoy")]
-        mine, torchs = self._skips("buoy"), self._skips("torch")
-        more = f"{mine} skipped steps, torch's {torchs}"
+        buoys = self._skips("buoy")
+        torchs = self._skips("torch")
+        skips = f"{buoys} skipped steps, torch's {torchs}"
         if failed:
             where = _listed(failed)
-            text = f"Buoy with its defaults falls short of FP32 on {where}; {more}."
+            text = f"Buoy with its defaults falls short of FP32 on {where}; {skips}."
             return Claim(text, held=False)
-        text = f"Buoy with its defaults is within 2 % of FP32 everywhere; {more}."
-        return Claim(text, held=mine <= torchs)
+        text = f"Buoy with its defaults is within 2 % of FP32 everywhere; {skips}."
+        return Claim(text, held=buoys <= torchs)
 
     def _skips(self, column: str) -> int:
         cells = (self.cell(workload, column) for workload in self.workloads)
@@ -124,7 +126,7 @@ class Results:
             return Claim("Scaling makes a difference on all of these.", held=True)
         return Claim(f"Scaling makes no difference on {_listed(same)}.", held=True)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Give everything as plain values, the same in every run of the same demo."""
         return {
             "workloads": [
@@ -141,7 +143,7 @@ class Results:
             "claims": [{"text": c.text, "held": c.held} for c in self.claims()],
         }
 
-    def _cells(self, workload: Workload) -> Iterable[dict[str, Any]]:
+    def _cells(self, workload: Workload) -> Iterator[dict[str, object]]:
         for column in self.columns:
             cell = self.cell(workload, column.name)
             if cell is None:
@@ -159,4 +161,6 @@ class Results:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+    if len(names) == 1:
+        return names[0]
+    return ", ".join(names[:-1]) + " and " + names[-1]

@@ -5,11 +5,11 @@ torch.float16: all products and activations, forward and backward, are FP16 tens
 the loss is FP32.  Where a workload says "emulated", `buoy.emulate` takes their place.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,13 @@ def train(
 ) -> Outcome:
     """Train, and judge the FP32 weights in FP32."""
     began = time.perf_counter()
+    between_looks = max(1, steps // _SHOTS)
     with _seeded(seed) as source:
         run = Run(workload, column, source, steps)
         for step in range(steps):
             if step % _ASK == 0 and stop():
                 break
-            run.step(step, look=step % max(1, steps // _SHOTS) == 0)
+            run.step(step, look=step % between_looks == 0)
         with torch.no_grad():
             score = run.task.score(run.task.net)
     return Outcome(
@@ -97,17 +98,15 @@ class Run:
         self.stuck = ""
         self.rows: list[Row] = []
         self.shots: list[Shot] = []
-        net = self.task.net
-        self._weights = dict(net.named_parameters())
-        self._params = list(self._weights.values())
-        self._optimizer = torch.optim.Adam(
-            self._params, workload.lr, eps=1e-15, fused=True
-        )
+        self._weights = dict(self.task.net.named_parameters())
+        params = self._weights.values()
+        # The usual eps would hide gradients that are too small.
+        self._optimizer = torch.optim.Adam(params, workload.lr, eps=1e-15, fused=True)
         self._scaler = column.scaler(self._note)
         self._real = column.narrow and workload.precision == "fp16"
         self._emulated = column.narrow and not self._real
 
-    def _note(self, stuck: Any) -> None:
+    def _note(self, stuck: object) -> None:
         self.stuck = str(stuck)
 
     def step(self, number: int, *, look: bool) -> None:
@@ -119,7 +118,8 @@ class Run:
             loss = self.task.loss(number, forward)
             torch.autograd.backward(self._scaler.scale(loss))
         scale = self._scaler.get_scale()
-        grads = [param.grad for param in self._params if param.grad is not None]
+        params = self._weights.values()
+        grads = [param.grad for param in params if param.grad is not None]
         if look:
             self.shots.append(Shot(number, scale, self._counts(grads)))
         largest = torch.cat([grad.flatten() for grad in grads]).abs().amax().item()
@@ -135,11 +135,19 @@ class Run:
         }
 
     def _row(self, number: int, scale: float, amax: float, loss: float) -> Row:
-        applied = amax < float("inf") or not self._scaler.is_enabled()
+        applied = math.isfinite(amax) or not self._scaler.is_enabled()
         verdict = Verdict.APPLIED if applied else Verdict.SCALE_TOO_HIGH
         if isinstance(self._scaler, GradScaler) and not applied:
             verdict = self._scaler.last_step.verdict  # type: ignore[union-attr]
-        return Row(number, time.time(), scale, applied, verdict, None, amax, loss)
+        return Row(
+            step=number,
+            time=time.time(),
+            scale=scale,
+            applied=applied,
+            verdict=verdict,
+            amax=amax,
+            loss=loss,
+        )
 
 
 def _in_fp16(net: nn.Module, masters: dict[str, nn.Parameter]) -> Forward:

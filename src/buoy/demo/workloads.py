@@ -56,11 +56,12 @@ def mlp(*widths: int) -> nn.Sequential:
 def field(
     source: torch.Generator, unit: float, factor: Callable[[int], float] = lambda _: 1.0
 ) -> Task:
-    """Learn a smooth field with 64 components, given in some physical unit."""
-    w1, phase = (
-        torch.randn(4, 32, generator=source) / 2,
-        torch.randn(32, generator=source),
-    )
+    """Learn a smooth field with 64 components, given in some physical unit.
+
+    Step by step, `factor` multiplies the loss.
+    """
+    w1 = torch.randn(4, 32, generator=source) / 2
+    phase = torch.randn(32, generator=source)
     w2 = torch.randn(32, 64, generator=source) / 5
     net = mlp(4, 48, 48, 64)
 
@@ -72,17 +73,18 @@ def field(
         return factor(step) * functional.mse_loss(forward(x) * unit, truth(x))
 
     def score(forward: Forward) -> float:
-        x = torch.randn(2048, 4, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(2048, 4, generator=_for_the_score())
         y = truth(x) / unit
-        rest = (forward(x) - y).square().sum() / (y - y.mean(0)).square().sum()
-        return 1.0 - rest.item()
+        unexplained = (forward(x) - y).square().sum() / (y - y.mean(0)).square().sum()
+        return 1.0 - unexplained.item()
 
     return Task(net, loss, score)
 
 
 def bandit(source: torch.Generator) -> Task:
     """Learn by REINFORCE which of four levers pays, a millionth at a time."""
-    w, net = torch.randn(8, 4, generator=source), mlp(8, 48, 48, 4)
+    w = torch.randn(8, 4, generator=source)
+    net = mlp(8, 48, 48, 4)
 
     def loss(step: int, forward: Forward) -> Tensor:
         del step
@@ -94,7 +96,7 @@ def bandit(source: torch.Generator) -> Task:
         return -(chosen * reward).mean()
 
     def score(forward: Forward) -> float:
-        x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(4096, 8, generator=_for_the_score())
         return (forward(x).argmax(1) == (x @ w).argmax(1)).float().mean().item()
 
     return Task(net, loss, score)
@@ -102,8 +104,9 @@ def bandit(source: torch.Generator) -> Task:
 
 def tags(source: torch.Generator) -> Task:
     """Give each point its tags, of 512 that are rare: one in four thousand."""
-    w, net = torch.randn(16, 512, generator=source), mlp(16, 32, 512)
+    w = torch.randn(16, 512, generator=source)
     w = w / w.norm(dim=0)
+    net = mlp(16, 32, 512)
 
     def batch(size: int, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
         x = torch.randn(size, 16, generator=drawn)
@@ -115,7 +118,7 @@ def tags(source: torch.Generator) -> Task:
         return functional.binary_cross_entropy_with_logits(forward(x), y)
 
     def score(forward: Forward) -> float:
-        x, y = batch(4096, torch.Generator().manual_seed(1))
+        x, y = batch(4096, _for_the_score())
         return functional.binary_cross_entropy_with_logits(forward(x), y).item()
 
     return Task(net, loss, score)
@@ -128,11 +131,13 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look back, then think."""
+        """Apply attention over the letters so far, then the perceptron."""
         rows, length, width = x.shape
         parts = self.mix(self.norms[0](x)).view(rows, length, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -147,15 +152,14 @@ class Transformer(nn.Module):
 
     def __init__(self, letters: int, width: int, length: int, depth: int) -> None:
         super().__init__()
-        self.letter, self.place = (
-            nn.Embedding(letters, width),
-            nn.Embedding(length, width),
-        )
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters)
+        self.letter = nn.Embedding(letters, width)
+        self.place = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads=4) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, letters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give a logit for every letter at every place."""
+        """Return a logit for every letter at every place."""
         places = self.place.weight[: x.shape[1]]
         result: Tensor = self.head(self.norm(self.blocks(self.letter(x) + places)))
         return result
@@ -163,8 +167,9 @@ class Transformer(nn.Module):
 
 def letters(source: torch.Generator) -> Task:
     """Learn to write like the sonnets that come with Buoy, letter by letter."""
-    text, length = Letters.bundled(), 32
-    net = Transformer(len(text.alphabet), 32, length, 2)
+    text = Letters.bundled()
+    length = 32
+    net = Transformer(len(text.alphabet), width=32, length=length, depth=2)
 
     def loss_of(rows: Tensor, forward: Forward) -> Tensor:
         logits = forward(rows[:, :-1])
@@ -175,10 +180,15 @@ def letters(source: torch.Generator) -> Task:
         return loss_of(text.rows(16, length + 1, source), forward)
 
     def score(forward: Forward) -> float:
-        drawn = torch.Generator().manual_seed(1)
-        return loss_of(text.held_out(64, length + 1, drawn), forward).item()
+        rows = text.held_out(64, length + 1, _for_the_score())
+        return loss_of(rows, forward).item()
 
     return Task(net, loss, score)
+
+
+def _for_the_score() -> torch.Generator:
+    """Make the generator of the data that a result is judged on: always the same."""
+    return torch.Generator().manual_seed(1)
 
 
 def halfway(steps: int, factor: float) -> Callable[[int], float]:

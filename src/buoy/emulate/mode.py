@@ -6,13 +6,14 @@ purpose.  All others came from outside, weights and data, and are rounded on ent
 like a cast.  A mark on the tensor tells them apart; a lost mark costs time, no bits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Self
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch._ops import OpOverload
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -26,6 +27,10 @@ from buoy.emulate.rounding import KERNELS, rounder
 from buoy.emulate.tensors import floats, mapped
 
 __all__ = ["emulate", "fp32"]
+
+# Of an operator: any values.
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
 
 _MARK = "_buoy_precision"
 _tokens = count(1)  # a mark is of one entry into one context, and void after it
@@ -63,12 +68,13 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         self.keep = operators(keep)
         self._round = rounder(self.format)
         self._dtype = KERNELS.get(self.format.name)
-        self._lacking: set[Any] = set()  # operators without a kernel of that dtype
-        self._entered: list[Any] = []
-        self._regions = 0
+        self._lacking: set[OpOverload] = set()  # without a kernel of that dtype
+        self._entered: list[Callable[[], None]] = []  # what undoes each entry
+        self._regions = 0  # of `fp32`, that are entered
         self._begin()
 
     def _begin(self) -> None:
+        """Make new marks, so that tensors of an earlier entry count as from outside."""
         self._narrow = next(_tokens)
         self._wide = -self._narrow
         self._seen = nodes.made()
@@ -77,25 +83,31 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
     def __enter__(self) -> Self:
         if not self._entered:
             self._begin()
-        self._entered.append(register_optimizer_step_pre_hook(self._refuse))
+        self._entered.append(register_optimizer_step_pre_hook(self._refuse).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._entered.pop().remove()
+        remove_hook = self._entered.pop()
+        remove_hook()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
-    def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def _refuse(self, optimizer: Optimizer, *_: object) -> None:
         raise StepInsideError(optimizer, self.format.name)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Compute one operator, in FP32 or narrow."""
         del types
         kwargs = kwargs or {}
         plan = plan_of(func)
-        start, self._seen = self._seen, nodes.made()
+        start = self._seen
+        self._seen = nodes.made()
         if plan.view:
             return self._viewed(func(*args, **kwargs), args)
         inputs = list(floats((*args, *kwargs.values())))
@@ -132,17 +144,20 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
 
     def _narrowed(
         self,
-        func: Any,
+        func: OpOverload,
         plan: Plan,
-        args: Any,
-        kwargs: Any,
+        args: Args,
+        kwargs: Kwargs,
         inputs: list[torch.Tensor],
     ) -> Any:
         """Cast what comes in, compute, and round what goes out."""
         # Gradients of one number are numbers of the format; others may be FP32.
         flat = nodes.now() is not None or not any(x.dim() for x in inputs)
-        if self._dtype and has_own_kernel(plan, args, kwargs):
-            done, result = self._by_own_kernel(func, plan, args, kwargs, flat=flat)
+        dtype = self._dtype
+        if dtype is not None and has_own_kernel(plan, args, kwargs):
+            done, result = self._by_own_kernel(
+                dtype, func, plan, args, kwargs, flat=flat
+            )
             if done:
                 return self._marked(result, self._narrow, plan)
         alike = all(map(self._is_narrow, inputs))
@@ -158,15 +173,25 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         return self._marked(result, self._narrow, plan)
 
     def _by_own_kernel(
-        self, func: Any, plan: Plan, args: Any, kwargs: Any, *, flat: bool
+        self,
+        dtype: torch.dtype,
+        func: OpOverload,
+        plan: Plan,
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        flat: bool,
     ) -> tuple[bool, Any]:
-        """Compute with torch's kernel of the format: the same bits on every CPU."""
+        """Compute with torch's kernel of the format: the same bits on every CPU.
+
+        Returns whether there is such a kernel, and its result.
+        """
         changed = [args[place] for place in sorted(plan.written)]
         if func in self._lacking or plan.out or not all(map(self._is_narrow, changed)):
             return False, None
 
         def convert(x: torch.Tensor) -> torch.Tensor:
-            return x.to(self._dtype)
+            return x.to(dtype)
 
         given, named = self._cast(plan, args, kwargs, convert, flat=flat, every=True)
         try:
@@ -176,14 +201,14 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
             return False, None
         for place in plan.written:
             args[place].copy_(given[place])
-        return True, changed[0] if changed else _widened(result, self._dtype)
+        return True, changed[0] if changed else _widened(result, dtype)
 
     def _cast(
         self,
         plan: Plan,
-        args: Any,
-        kwargs: Any,
-        to: Any,
+        args: Args,
+        kwargs: Kwargs,
+        to: Callable[[torch.Tensor], torch.Tensor],
         *,
         flat: bool,
         every: bool = False,
@@ -205,8 +230,10 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         }
         return positional, named
 
-    def _changed(self, plan: Plan, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-        """Give what was written to: `out=` always, in place only what was narrow."""
+    def _changed(
+        self, plan: Plan, args: Args, kwargs: Kwargs
+    ) -> Iterator[torch.Tensor]:
+        """Yield what was written to: `out=` always, in place only what was narrow."""
         yield from floats(kwargs[name] for name in plan.out if name in kwargs)
         places = (args[place] for place in plan.written if place < len(args))
         yield from filter(self._is_narrow, floats(places))
@@ -217,11 +244,13 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
                 setattr(x, _MARK, mark)
         return result
 
-    def _viewed(self, result: Any, args: Any) -> Any:
+    def _viewed(self, result: Any, args: Args) -> Any:
         """Let a view be what its base is; a parameter's gradient is FP32."""
         mark = getattr(args[0], _MARK, 0)
-        node = nodes.now() if mark else None
-        if mark and not (node is not None and nodes.is_leaf(node)):
+        if not mark:
+            return result
+        node = nodes.now()
+        if node is None or not nodes.is_leaf(node):
             for x in floats((result,)):
                 setattr(x, _MARK, mark)
         return result
@@ -255,7 +284,8 @@ def fp32() -> Iterator[None]:
             mode._kept.add(start, mode._seen)
 
 
-def _widened(value: Any, dtype: Any) -> Any:
+def _widened(value: Any, dtype: torch.dtype) -> Any:
+    """Make FP32 of the tensors of a dtype."""
     if isinstance(value, torch.Tensor):
         return value.to(torch.float32) if value.dtype is dtype else value
     if isinstance(value, (list, tuple)):

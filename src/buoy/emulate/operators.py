@@ -3,11 +3,13 @@
 Names are those of `torch.ops.aten`; people may also say what the function is called.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from buoy.emulate.errors import UnknownOperatorError
 
@@ -86,13 +88,19 @@ class Plan:
 
 
 @cache
-def plan_of(operator: Any) -> Plan:
+def plan_of(operator: OpOverload) -> Plan:
     """Read an operator's schema."""
     name = operator._schema.name.rpartition("::")[2]
     if not name.startswith("__"):
         name = name.removesuffix("_")
-    written, out = _changed(operator._schema.arguments)
+    arguments = operator._schema.arguments
     moving = name in _MOVING
+    written = frozenset(
+        place
+        for place, argument in enumerate(arguments)
+        if _is_written(argument) and not argument.kwarg_only
+    )
+    out = (arg.name for arg in arguments if _is_written(arg) and arg.kwarg_only)
     pointwise = torch.Tag.pointwise in operator.tags
     return Plan(
         name=name,
@@ -101,32 +109,28 @@ def plan_of(operator: Any) -> Plan:
         moving=moving,
         elementwise=pointwise and not moving and name not in _ROUNDED_TWICE,
         written=written,
-        out=out,
+        out=tuple(out),
         left_alone=written | frozenset(_LEFT_ALONE.get(name, ())),
     )
 
 
-def _changed(arguments: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Find what is changed in place, and what is `out=`."""
-    places = [
-        (place, argument)
-        for place, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    written = frozenset(place for place, arg in places if not arg.kwarg_only)
-    return written, tuple(arg.name for _, arg in places if arg.kwarg_only)
+def _is_written(argument: Any) -> bool:  # torch has no name for its type
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def has_own_kernel(plan: Plan, args: Any, kwargs: Any) -> bool:
+def has_own_kernel(
+    plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]
+) -> bool:
     """Say whether torch's half kernel may give other bits than FP32 rounded does."""
     if plan.name in {"add", "sub", "rsub"}:
         return "alpha" in kwargs  # which the kernel rounds, too
     if plan.name == "pow":
-        return not (isinstance(args[-1], int) and args[-1] in {2, 3})
+        exponent = args[-1]
+        return not (isinstance(exponent, int) and exponent in {2, 3})
     return plan.elementwise
 
 
-def operators(names: Any) -> frozenset[str]:
+def operators(names: str | Iterable[str]) -> frozenset[str]:
     """Turn names as people say them into names of operators.
 
     Example:

@@ -7,7 +7,6 @@ are the fastest way (`benchmarks/emulate.py` prints it); elsewhere bits are.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,7 +26,8 @@ KERNELS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats in which torch can compute, not only store."""
 
 _SLOW = {"fp8_e4m3fn"}  # torch converts element by element: bits are faster
-_EXPONENT, _HALF_BIT = 0x7F800000, 0x00400000
+_EXPONENT = 0x7F800000  # float32's exponent field
+_HALF_BIT = 0x00400000  # the first bit after it: a mantissa of 1.5
 
 
 def round_to(values: torch.Tensor, number: str | Format = "fp16") -> torch.Tensor:
@@ -64,7 +64,7 @@ def _as_it_is(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _there_and_back(values: torch.Tensor, dtype: Any) -> torch.Tensor:
+def _there_and_back(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype).to(torch.float32)
 
 

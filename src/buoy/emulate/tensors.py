@@ -8,8 +8,8 @@ import torch
 __all__ = ["floats", "mapped"]
 
 
-def floats(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Give the float32 tensors among values, and in lists of them."""
+def floats(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the float32 tensors among values, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.dtype is torch.float32:

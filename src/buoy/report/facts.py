@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import compress, filterfalse
 from operator import sub
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buoy._core.clipped import find_threshold
 from buoy._core.formats import FORMATS, Format
@@ -19,19 +19,26 @@ from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
 from buoy.trace.row import Row
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Numbers = list[float] | npt.NDArray[Any]
+
 __all__ = [
     "Clipped",
     "Facts",
     "Layer",
     "Shares",
+    "format_of",
+    "is_finite",
     "layers",
     "share_points",
     "shares",
     "sum_up",
 ]
 
-_WARM_UP = 0.1  # of the run, or so many steps: when skips are expected
-_MOST_WARM_UP = 1000
+_WARM_UP = 0.1  # of the run, when skips are expected
+_MOST_WARM_UP = 1000  # steps, of a long run
 _LOOKED_AT = 2**14  # steps, evenly spaced, among which a threshold is looked for
 
 
@@ -115,7 +122,8 @@ def sum_up(recording: Recording) -> Facts:
     """
     rows = columns_of(recording.rows)
     missed = [rows[place] for place in rows.skipped]
-    early = rows[min(int(_WARM_UP * len(rows)), _MOST_WARM_UP)].step if rows else 0
+    warm_up = min(int(_WARM_UP * len(rows)), _MOST_WARM_UP)
+    warm_until = rows[warm_up].step if rows else 0
     bits = _known(rows)
     scales = rows.scale or [math.nan]
     blamed = Counter(name for row in missed for name in row.offenders)
@@ -123,7 +131,7 @@ def sum_up(recording: Recording) -> Facts:
     return Facts(
         steps=len(rows),
         skipped=len(missed),
-        warm_up_skips=sum(row.step < early for row in missed),
+        warm_up_skips=sum(row.step < warm_until for row in missed),
         row=_row(rows),
         recent=len(recent),
         recent_skips=sum(not row.applied for row in recent),
@@ -154,23 +162,22 @@ def _clipped(recording: Recording, rows: Rows) -> Clipped | None:
         return Clipped(step if isinstance(step, int) else None, float(noted["scale"]))
     # The torch front end sees more than the rows do at a single scale.
     losses = {loss for loss in rows.loss if math.isfinite(loss)}
-    alone = "torch" not in recording.meta and len(losses) > 1
+    one_scale = "torch" not in recording.meta and len(losses) > 1
     every = slice(None, None, 1 + len(rows) // _LOOKED_AT)
-    applied, scales = rows.applied[every], rows.scale[every]
-    for sizes in (rows.norm[every], rows.amax[every]):
-        seen = [
-            (size, scale)
-            for size, scale, fine in zip(sizes, scales, applied, strict=True)
-            if fine and 0.0 < size < math.inf
-        ]
-        found = find_threshold(*_columns(seen), one_scale=alone)
+    for column in (rows.norm, rows.amax):
+        sizes: list[float] = []
+        scales: list[float] = []
+        for size, scale, applied in zip(
+            column[every], rows.scale[every], rows.applied[every], strict=True
+        ):
+            if applied and 0.0 < size < math.inf:
+                sizes.append(size)
+                scales.append(scale)
+        found = find_threshold(sizes, scales, one_scale=one_scale)
         if found is not None:
-            return Clipped(None, seen[-1][1], found[1])
+            _, certain = found
+            return Clipped(None, scales[-1], certain)
     return None
-
-
-def _columns(pairs: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def _row(rows: Sequence[Row]) -> int:
@@ -192,8 +199,11 @@ def _zeros(rows: Sequence[Row]) -> int:
     return count
 
 
+# -- over all rows: by NumPy, where it is installed ------------------------------------
+
+
 def _seconds(times: Sequence[float]) -> float:
-    """Give the median time between steps: pauses for validation do not count."""
+    """Return the median time between steps: pauses for validation do not count."""
     if len(times) < 2:
         return math.nan
     np = _numpy()
@@ -201,24 +211,30 @@ def _seconds(times: Sequence[float]) -> float:
     return max(_median(gaps), 0.0)
 
 
-def _median(values: Any) -> float:
+def _median(values: "Numbers") -> float:
     """Return the median; NumPy finds it without sorting."""
     np = _numpy()
     return float(np.median(values)) if np else statistics.median(values)
 
 
-def _least(values: Any) -> float:
+def _least(values: "Numbers") -> float:
     np = _numpy()
-    return float(values.min()) if np else float(min(values))
+    return float(np.min(values)) if np else min(values)
 
 
-def _known(rows: Rows) -> Any:
+def _known(rows: Rows) -> "Numbers":
     """Return the headroom of the applied steps that have one."""
     np = _numpy()
     if not np:
         return list(filterfalse(math.isnan, compress(rows.headroom, rows.applied)))
     bits = np.asarray(rows.headroom)
-    return bits[np.frombuffer(rows.applied, bool) & ~np.isnan(bits)]
+    known: Numbers = bits[np.frombuffer(rows.applied, bool) & ~np.isnan(bits)]
+    return known
+
+
+def _has_zero(values: Sequence[float]) -> bool:
+    np = _numpy()
+    return bool((np.asarray(values) == 0.0).any()) if np else 0.0 in values
 
 
 def _numpy() -> Any:
@@ -229,7 +245,11 @@ def _numpy() -> Any:
         return None
 
 
-def _limits(recording: Recording) -> Format:
+# -- histograms ------------------------------------------------------------------------
+
+
+def format_of(recording: Recording) -> Format:
+    """Return the number format of a run."""
     return FORMATS.get(str(recording.meta.get("format")), FORMATS["fp16"])
 
 
@@ -239,10 +259,11 @@ def share_points(recording: Recording) -> list[tuple[int, Shares]]:
     Known from every look at finite gradients, and from every step whose norm or largest
     gradient was exactly zero.  If no look found finite gradients, the first one counts.
     """
+    limits = format_of(recording)
     looks = [
         (shot.step, found)
         for shot in recording.shots
-        if (found := shares(shot.tensors.values(), _limits(recording))) is not None
+        if (found := shares(shot.tensors.values(), limits)) is not None
     ]
     points = {step: found for step, found in looks if not found.nonfinite}
     rows = columns_of(recording.rows)
@@ -253,11 +274,6 @@ def share_points(recording: Recording) -> list[tuple[int, Shares]]:
             if applied and (norm == 0.0 or amax == 0.0):
                 points[step] = Shares(1.0, 0.0, 0.0)
     return sorted(points.items()) or looks[:1]
-
-
-def _has_zero(values: Sequence[float]) -> bool:
-    np = _numpy()
-    return bool((np.asarray(values) == 0.0).any()) if np else 0.0 in values
 
 
 def _latest(recording: Recording) -> Shares | None:
@@ -275,7 +291,10 @@ def shares(tensors: Iterable[Counts], limits: Format) -> Shares | None:
         Shares(zero=0.5, subnormal=0.25, nonfinite=0.0)
     """
     normal = math.log2(limits.smallest_normal)
-    total = zero = small = bad = 0.0
+    total = 0.0
+    zero = 0.0
+    subnormal = 0.0
+    nonfinite = 0.0
     for seen in tensors:
         looked_at = seen.looked_at
         if not looked_at:
@@ -283,9 +302,11 @@ def shares(tensors: Iterable[Counts], limits: Format) -> Shares | None:
         size = max(seen.size, looked_at)
         total += size
         zero += size * seen.zero_share
-        small += size * seen.below(normal)
-        bad += size * seen.nonfinite / looked_at
-    return Shares(zero / total, small / total, bad / total) if total else None
+        subnormal += size * seen.below(normal)
+        nonfinite += size * seen.nonfinite / looked_at
+    if not total:
+        return None
+    return Shares(zero / total, subnormal / total, nonfinite / total)
 
 
 def layers(recording: Recording) -> list[Layer]:
@@ -294,19 +315,20 @@ def layers(recording: Recording) -> list[Layer]:
     blamed = Counter(name for names in named for name in names)
     looks: dict[str, list[Counts]] = {}
     for shot in recording.shots:
-        if _finite(shot):
-            for name, seen in shot.tensors.items():
-                if not seen.looked_at:
-                    continue  # it has no elements: nothing can be lost
+        if not is_finite(shot):
+            continue
+        for name, seen in shot.tensors.items():
+            if seen.looked_at:  # else it has no elements: nothing can be lost
                 looks.setdefault(name, []).append(seen)
-    limits = _limits(recording)
+    limits = format_of(recording)
     found = [_layer(name, seen, limits, blamed[name]) for name, seen in looks.items()]
     unseen = [name for name in blamed if name not in looks]
     found += [Layer(name, 0, 0.0, 0.0, None, blamed[name]) for name in unseen]
     return sorted(found, key=lambda x: (-(x.zero + x.subnormal), -x.offences, x.name))
 
 
-def _finite(shot: Shot) -> bool:
+def is_finite(shot: Shot) -> bool:
+    """Return whether every gradient of a look was finite."""
     return not any(seen.nonfinite for seen in shot.tensors.values())
 
 

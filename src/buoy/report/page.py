@@ -2,17 +2,17 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buoy._core.errors import MissingBackendError, TraceError
-from buoy._core.policies.policy import Policy
 from buoy.report.facts import Facts
 from buoy.report.markup import details, figure_box, section
 from buoy.report.parts import (
+    Policies,
     about,
     comparison,
     judgement,
@@ -25,10 +25,15 @@ from buoy.report.run import Run
 from buoy.report.sheet import save, sheet, slot
 from buoy.report.words import Summary, summary
 
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
 __all__ = ["html", "write"]
 
-Policies = Mapping[str, str | Policy] | Iterable[str | Policy]
 Judged = tuple[Run, Facts, Summary]
+Charts = dict[str, "figure"]
+
+_NAMED = 3  # runs in the title
 
 
 def write(
@@ -79,15 +84,15 @@ def html(
     if not runs:
         raise TraceError("A report needs at least one run.")
     known = [run if isinstance(run, Run) else Run(run) for run in runs]
-    judged = [(run, found := run.figures, summary(found)) for run in known]
+    judged = [(run, run.figures, summary(run.figures)) for run in known]
     chosen = policies if isinstance(policies, Mapping) else tuple(policies)
     begin = progress or _ignore
     begin("Drawing the charts")
     if len(judged) == 1:
-        body = _alone(*judged[0], chosen, begin)
+        body, charts = _alone(judged[0], chosen, begin)
     else:
-        body = _several(judged, chosen, begin)
-    return sheet(title or _heading(known), intro or _about(judged), *body)
+        body, charts = _several(judged, chosen, begin)
+    return sheet(title or _heading(known), intro or _about(judged), body, charts)
 
 
 def _ignore(_: str) -> None:
@@ -96,10 +101,14 @@ def _ignore(_: str) -> None:
 
 def _heading(runs: Sequence[Run]) -> str:
     """Describe what the page is about; a file's name alone is not enough."""
-    names = [run.label for run in runs[:3]] + ["..."] * (len(runs) > 3)
+    names = [run.label for run in runs[:_NAMED]]
+    if len(runs) > _NAMED:
+        names.append("...")
+    heading = f"Loss scaling in {', '.join(names)}"
     model = runs[0].recording.meta.get("model")
-    what = f" ({model!s:.60})" if len(runs) == 1 and model else ""
-    return f"Loss scaling in {', '.join(names)}{what}"
+    if len(runs) == 1 and model:
+        heading += f" ({model!s:.60})"
+    return heading
 
 
 def _about(judged: Sequence[Judged]) -> str:
@@ -114,25 +123,24 @@ def _about(judged: Sequence[Judged]) -> str:
 
 
 def _alone(
-    run: Run, found: Facts, said: Summary, policies: Any, begin: Callable[[str], None]
-) -> tuple[str, Any]:
+    judged: Judged, policies: Policies, begin: Callable[[str], None]
+) -> tuple[str, Charts]:
+    """Return the body of a page about one run, and its charts."""
+    run, found, said = judged
     charts = _charts([run])
     parts = [judgement(run, found, said)]
     if found.steps:
-        parts += _common(charts, [run])
-        parts += [_map_section([run], charts)]
+        layers = layer_table(run, found, "layers-0")
+        missed = skips(run, found, said, "skips-0")
+        replayed = other_policies(run, policies, "replay-0", begin)
         parts += [
-            section(
-                "Layers", _LAYERS, layer_table(run, found, "layers-0"), name="layers"
-            ),
-            section("Skipped steps", skips(run, found, said, "skips-0"), name="skips"),
-            section(
-                "What other policies would have done",
-                other_policies(run, policies, "replay-0", begin),
-                name="replay",
-            ),
+            *_common(charts, [run]),
+            _map_section([run], charts),
+            section("Layers", _LAYERS, layers, name="layers"),
+            section("Skipped steps", missed, name="skips"),
+            section(_REPLAYED, replayed, name="replay"),
         ]
-    parts += [section("About this run", about(run), name="about")]
+    parts.append(section("About this run", about(run), name="about"))
     return "\n".join(parts), charts
 
 
@@ -144,35 +152,36 @@ _LAYERS = (
 )
 
 
+_REPLAYED = "What other policies would have done"
+
+
 def _several(
-    judged: Sequence[Judged], policies: Any, begin: Callable[[str], None]
-) -> tuple[str, Any]:
+    judged: Sequence[Judged], policies: Policies, begin: Callable[[str], None]
+) -> tuple[str, Charts]:
+    """Return the body of a page about several runs, and its charts."""
     runs = [run for run, _, _ in judged]
     charts = _charts(runs)
-    parts = [section("The runs compared", comparison(judged), name="comparison")]
-    parts += _common(charts, runs)
-    parts += [_map_section(runs, charts)]
+    parts = [
+        section("The runs compared", comparison(judged), name="comparison"),
+        *_common(charts, runs),
+        _map_section(runs, charts),
+    ]
     for i, (run, found, said) in enumerate(judged):
+        layers = layer_table(run, found, f"layers-{i}")
+        missed = skips(run, found, said, f"skips-{i}")
+        replayed = other_policies(run, policies, f"replay-{i}", begin)
         inner = [
             judgement(run, found, said, level=3),
-            details(
-                f"Layers ({len(found.layers)})", layer_table(run, found, f"layers-{i}")
-            ),
-            details(
-                f"Skipped steps ({found.skipped})",
-                skips(run, found, said, f"skips-{i}"),
-            ),
-            details(
-                "What other policies would have done",
-                other_policies(run, policies, f"replay-{i}", begin),
-            ),
+            details(f"Layers ({len(found.layers)})", layers),
+            details(f"Skipped steps ({found.skipped})", missed),
+            details(_REPLAYED, replayed),
             details("About this run", about(run)),
         ]
         parts.append('<div class="card">' + "\n".join(inner) + "</div>")
     return "\n".join(parts), charts
 
 
-def _charts(runs: Sequence[Run]) -> dict[str, Any]:
+def _charts(runs: Sequence[Run]) -> Charts:
     """Draw everything, over one common range of steps."""
     try:
         from bokeh.models import Range1d  # noqa: PLC0415 - a large import
@@ -186,17 +195,19 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     )
     from buoy.report.heat import binades, has_map, heat_map, shares_chart  # noqa: PLC0415
 
-    low = min((run.rows.step[0] for run in runs if run.rows), default=0)
-    high = max((run.rows.step[-1] for run in runs if run.rows), default=0) + 1
+    begun = [run for run in runs if run.rows]
+    if not begun:
+        return {}
+    low = min(run.rows.step[0] for run in begun)
+    high = max(run.rows.step[-1] for run in begun) + 1
     margin = max((high - low) * 0.01, 0.5)
     names = 0.0 if len(runs) == 1 else 0.16 * (high - low)  # where the lines end
     x_range = Range1d(start=low - margin, end=high + margin + names, bounds="auto")
-    if not any(run.rows for run in runs):
-        return {}
     made = {"scale": scale_chart(runs, x_range)}
     if not all(map(math.isnan, chain.from_iterable(r.rows.headroom for r in runs))):
         made["headroom"] = headroom_chart(runs, x_range)
-    made |= {f"curve {n}": c for n, c in loss_charts(runs, x_range).items()}
+    for name, chart in loss_charts(runs, x_range).items():
+        made[f"curve {name}"] = chart
     span = binades(runs)
     for i, run in enumerate(runs):
         if has_map(run):
@@ -206,10 +217,11 @@ def _charts(runs: Sequence[Run]) -> dict[str, Any]:
     return made
 
 
-def _common(charts: dict[str, Any], runs: Sequence[Run]) -> list[str]:
-    marks = "a mark for every skipped step" + (
-        "; its shape shows the cause" if len(runs) == 1 else ""
-    )
+def _common(charts: Charts, runs: Sequence[Run]) -> list[str]:
+    """Return the sections of the charts that hold all runs."""
+    marks = "a mark for every skipped step"
+    if len(runs) == 1:
+        marks += "; its shape shows the cause"
     hint = "Drag across any chart to zoom into all of them."
     boxes = [figure_box(slot("scale"), "Scale", f"over the steps, {marks}. {hint}")]
     if "headroom" in charts:
@@ -231,22 +243,23 @@ def _title(name: str) -> str:
     return known.get(name, name)
 
 
-def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
-    maps = [
-        figure_box(
-            slot(f"heat {i}"),
-            "Size of the scaled gradients" if len(runs) == 1 else run.label,
-            "over the steps; stronger colours mean more gradients."
-            if len(runs) == 1
-            else "",
-        )
-        for i, run in enumerate(runs)
-        if f"heat {i}" in charts
-    ]
-    parts = maps if len(maps) < 2 else [f'<div class="maps">{"".join(maps)}</div>']
+def _map_section(runs: Sequence[Run], charts: Charts) -> str:
+    """Return the section of the heat maps, one per run, and of the shares."""
+    alone = len(runs) == 1
+    maps: list[str] = []
+    missing: list[str] = []
     for i, run in enumerate(runs):
+        place = slot(f"heat {i}")
         if f"heat {i}" not in charts:
-            parts.append(_no_map(run, alone=len(runs) == 1))
+            missing.append(_no_map(run, alone=alone))
+        elif alone:
+            words = "over the steps; stronger colours mean more gradients."
+            maps.append(figure_box(place, "Size of the scaled gradients", words))
+        else:
+            maps.append(figure_box(place, run.label, ""))
+    if len(maps) > 1:
+        maps = [f'<div class="maps">{"".join(maps)}</div>']
+    parts = [*maps, *missing]
     if "shares" in charts:
         what = "that is zero, or so small that digits are lost, in percent."
         parts += [figure_box(slot("shares"), "Share of the gradients", what), key(runs)]
@@ -255,8 +268,9 @@ def _map_section(runs: Sequence[Run], charts: dict[str, Any]) -> str:
 
 def _no_map(run: Run, *, alone: bool) -> str:
     """Say why there is no map: an empty one would say nothing."""
-    words = "No histograms were recorded."
     if run.recording.shots:
         words = "Every measured gradient is exactly zero or not finite."
+    else:
+        words = "No histograms were recorded."
     whose = "" if alone else f"<b>{escape(run.label)}</b>: "
     return f'<p class="soft">{whose}{words}</p>'

@@ -1,15 +1,15 @@
 """The parts of a page that are text: summaries, tables, lists."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 from buoy._core.errors import BuoyError
+from buoy._core.policies.policy import Policy
 from buoy._core.replay.compare import Replayed, replay_with_oracle
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.diagnose.estimate import estimate_underflow
-from buoy.report.facts import Facts
+from buoy.report.facts import Facts, is_finite
 from buoy.report.markup import Cell, chip, details, table, tiles
 from buoy.report.run import Run
 from buoy.report.theme import DASHES, RUNS
@@ -17,6 +17,7 @@ from buoy.report.words import Summary, bits, power, share
 from buoy.trace.replayable import replayable
 
 __all__ = [
+    "Policies",
     "about",
     "comparison",
     "judgement",
@@ -26,9 +27,15 @@ __all__ = [
     "skips",
 ]
 
+Policies = Mapping[str, str | Policy] | Iterable[str | Policy]
+
 _USUAL = ("headroom", "torch", "megatron")
 _LISTED = 500  # skips in words; the chart has all
+_OPENED = 12  # skips up to which their list is shown at once
+_OFFENDERS = 12  # tensors that are named as not finite
 _ESTIMATED = 200  # tensors, the worst: an estimate takes milliseconds
+_LATEST = 4e9  # seconds since 1970 that are taken for a date, in the year 2096
+_LONGEST = 300  # characters of a fact of the file
 _NOTHING = "not measured"
 
 
@@ -117,9 +124,11 @@ def key(runs: Sequence[Run]) -> str:
 
 
 def _swatch(index: int) -> str:
-    style = {"solid": "solid", "dashed": "dashed"}.get(DASHES[index % len(DASHES)])
+    """Draw a short line in a run's colour and dash; CSS has three dashes."""
+    dash = DASHES[index % len(DASHES)]
+    style = dash if dash in ("solid", "dashed") else "dotted"
     return (
-        f'<span class="swatch" style="border-top-style:{style or "dotted"};'
+        f'<span class="swatch" style="border-top-style:{style};'
         f'border-top-color:var(--run-{index % len(RUNS)})"></span>'
     )
 
@@ -158,12 +167,10 @@ def layer_table(run: Run, found: Facts, name: str) -> str:
 
 def _lost(run: Run, found: Facts) -> dict[str, float]:
     """Estimate which share of each tensor underflowed, at the last finite look."""
-    latest: dict[str, Any] = {}
-    for shot in run.recording.shots:
-        if not any(seen.nonfinite for seen in shot.tensors.values()):
-            latest = shot.tensors
     if run.recording.meta.get("format", "fp16") != "fp16":
         return {}
+    finite = [shot for shot in run.recording.shots if is_finite(shot)]
+    latest = finite[-1].tensors if finite else {}
     return {
         layer.name: estimate_underflow(latest[layer.name]).zero
         for layer in found.layers[:_ESTIMATED]
@@ -203,9 +210,10 @@ def skips(run: Run, found: Facts, said: Summary, name: str) -> str:
     title = f"All {len(places):,}, one by one"
     if len(places) > _LISTED:
         title = f"The last {_LISTED} of {len(places):,}, one by one; the chart has all"
+    opened = len(places) <= _OPENED
     return (
         f'<ul class="small" data-skips="{found.skipped}">{causes}</ul>'
-        f"{_offenders(found)}{details(title, listed, opened=len(places) <= 12)}"
+        f"{_offenders(found)}{details(title, listed, opened=opened)}"
     )
 
 
@@ -220,15 +228,15 @@ def _offenders(found: Facts) -> str:
         return ""
     named = ", ".join(
         f"<code>{escape(name)}</code> ({count:,})"
-        for name, count in found.offenders[:12]
+        for name, count in found.offenders[:_OFFENDERS]
     )
-    rest = len(found.offenders) - 12
+    rest = len(found.offenders) - _OFFENDERS
     more = f" and {rest} more" if rest > 0 else ""
     return f'<p class="small" id="offenders">Not finite most often: {named}{more}.</p>'
 
 
 def other_policies(
-    run: Run, policies: Iterable[Any], name: str, progress: Callable[[str], None]
+    run: Run, policies: Policies, name: str, progress: Callable[[str], None]
 ) -> str:
     """Tell what other policies would have done with these gradients."""
     try:
@@ -267,11 +275,11 @@ def about(run: Run) -> str:
     """Describe the file from its own metadata."""
     meta = run.recording.meta
     facts = [(key, meta[key]) for key in _ABOUT if key in meta]
-    facts += [
-        (key, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(meta[key])))
-        for key in ("started", "ended")
-        if isinstance(meta.get(key), (int, float)) and 0 <= meta[key] < 4e9
-    ]
+    for key in ("started", "ended"):
+        seconds = meta.get(key)
+        if isinstance(seconds, (int, float)) and 0 <= seconds < _LATEST:
+            date = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+            facts.append((key, date))
     rest = sorted(set(meta) - {key for key, _ in facts} - {"rank", "lost", "name"})
     facts += [(key, meta[key]) for key in rest if not isinstance(meta[key], dict)]
     lines = "".join(
@@ -281,5 +289,5 @@ def about(run: Run) -> str:
     return f"<dl>{lines}</dl>"
 
 
-def _shown(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else str(value)[:300]
+def _shown(value: object) -> str:
+    return f"{value:,}" if type(value) is int else str(value)[:_LONGEST]

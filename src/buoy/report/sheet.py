@@ -8,10 +8,13 @@ from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buoy.report.theme import RUNS
 from buoy.trace.files import replace_file
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 __all__ = ["save", "sheet", "slot"]
 
@@ -42,10 +45,8 @@ def slot(name: str) -> str:
 
 def _colours() -> str:
     """Give the runs' colours to the style sheet."""
-    light, dark = (
-        "".join(f"--run-{i}: {pair[coat]}; " for i, pair in enumerate(RUNS))
-        for coat in (0, 1)
-    )
+    light = "".join(f"--run-{i}: {colour}; " for i, (colour, _) in enumerate(RUNS))
+    dark = "".join(f"--run-{i}: {colour}; " for i, (_, colour) in enumerate(RUNS))
     return f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
 
 
@@ -65,7 +66,7 @@ def _rules(*markup: str) -> str:
     )
 
 
-def sheet(title: str, intro: str, body: str, charts: dict[str, Any]) -> str:
+def sheet(title: str, intro: str, body: str, charts: "dict[str, figure]") -> str:
     """Put a page together; charts go where `slot` has left a place for them."""
     from bokeh.embed import components  # noqa: PLC0415
     from bokeh.resources import Resources  # noqa: PLC0415

@@ -4,7 +4,11 @@ Every model of a chart carries both of its coats as a tag; the page's script put
 the one that fits.  Runs differ in dash as well as in colour, verdicts in shape.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from bokeh.models import Legend, Model
+    from bokeh.plotting import figure
 
 __all__ = [
     "ALARM", "DASHES", "HEAT", "INK", "RUNS", "coat", "figure_of", "soft",
@@ -29,15 +33,19 @@ _PALE = ("#eef5fc", "#b7d4ee", "#6aa6d8", "#2069ac", "#08305f")
 _DEEP = ("#122334", "#1b4468", "#2d72ad", "#6db3ea", "#dcf0ff")
 
 
+AnyModel = TypeVar("AnyModel", bound="Model")
+
+
 def _blended(stops: tuple[str, ...], count: int = 41) -> list[str]:
     """Make a smooth palette of a few colours."""
-    parts = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
+    rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
     made = []
     for k in range(count):
-        place = k * (len(parts) - 1) / (count - 1)
-        i = min(int(place), len(parts) - 2)
-        pairs = zip(parts[i], parts[i + 1], strict=True)
-        mixed = [round(a + (place - i) * (b - a)) for a, b in pairs]
+        place = k * (len(rgb) - 1) / (count - 1)
+        below = min(int(place), len(rgb) - 2)
+        share = place - below
+        pairs = zip(rgb[below], rgb[below + 1], strict=True)
+        mixed = [round(a + share * (b - a)) for a, b in pairs]
         made.append("#{:02x}{:02x}{:02x}".format(*mixed))
     return made
 
@@ -45,7 +53,7 @@ def _blended(stops: tuple[str, ...], count: int = 41) -> list[str]:
 HEAT = (_blended(_PALE), _blended(_DEEP))
 
 
-def coat(model: Any, **colours: tuple[Any, Any]) -> Any:
+def coat(model: AnyModel, **colours: tuple[Any, Any]) -> AnyModel:
     """Put the light coat on, and note both: `line_color=(light, dark)`."""
     light = {name: pair[0] for name, pair in colours.items()}
     dark = {name: pair[1] for name, pair in colours.items()}
@@ -54,12 +62,12 @@ def coat(model: Any, **colours: tuple[Any, Any]) -> Any:
     return model
 
 
-def figure_of(title: str, height: int = 260, **options: Any) -> Any:
+def figure_of(title: str, height: int = 260, **options: Any) -> "figure":
     """Make an empty chart: transparent, as wide as the page, with zoom and hover."""
-    from bokeh.models import NumeralTickFormatter  # noqa: PLC0415 - a large import
-    from bokeh.plotting import figure  # noqa: PLC0415
+    from bokeh import plotting  # noqa: PLC0415 - a large import
+    from bokeh.models import NumeralTickFormatter  # noqa: PLC0415
 
-    made = figure(
+    made = plotting.figure(
         height=height,
         sizing_mode="stretch_width",
         tools="xbox_zoom,xpan,xwheel_zoom,reset",
@@ -95,7 +103,7 @@ def figure_of(title: str, height: int = 260, **options: Any) -> Any:
     return made
 
 
-def soft(legend: Any) -> None:
+def soft(legend: "Legend") -> None:
     """Let a legend lie on the chart without hiding it."""
     coat(legend, label_text_color=INK, background_fill_color=("#ffffff", "#171d24"))
     legend.background_fill_alpha = 0.75

@@ -1,15 +1,21 @@
 """Fewer points, the same picture: what a pixel column spans is kept."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
 
 __all__ = ["MOST", "thinned"]
 
 MOST = 1500  # pixel columns, more than a chart is wide
 
 
-def thinned(values: Sequence[float | None] | Any, most: int = MOST) -> list[int]:
+def thinned(
+    values: "Sequence[float | None] | npt.NDArray[Any]", most: int = MOST
+) -> list[int]:
     """Choose which points to draw: the extremes of every column, the ends, in order.
 
     Points that were not measured, None or NaN, are left out; infinite ones are never
@@ -25,17 +31,15 @@ def thinned(values: Sequence[float | None] | Any, most: int = MOST) -> list[int]
     known = np.flatnonzero(~np.isnan(numbers))
     if len(known) <= 2 * most:
         return known.tolist()
-    if len(known) < len(numbers):
-        numbers = numbers[known]
+    numbers = numbers[known]
     infinite = np.isinf(numbers)
-    lows = highs = numbers
-    if infinite.any():
-        lows = np.where(infinite, math.inf, numbers)
-        highs = np.where(infinite, -math.inf, numbers)
+    lows = np.where(infinite, math.inf, numbers)
+    highs = np.where(infinite, -math.inf, numbers)
     chosen = {0, len(known) - 1}
     width = len(known) / most
     for column in range(most):
-        start, end = math.floor(column * width), math.floor((column + 1) * width)
+        start = math.floor(column * width)
+        end = math.floor((column + 1) * width)
         if not infinite[start:end].all():
             chosen.add(start + int(lows[start:end].argmin()))
             chosen.add(start + int(highs[start:end].argmax()))

@@ -5,14 +5,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from buoy._core.text import printable
+from buoy._core.watch import window_of
 from buoy.report.facts import Facts, sum_up
 from buoy.report.words import Summary, power, share, summary
 from buoy.report.words import bits as bits_of
 from buoy.trace.recording import Recording, load
 from buoy.trace.row import Row
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = ["Follower", "line", "sparkline", "view"]
 
@@ -20,7 +26,9 @@ _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _PLAIN = "_.-=+*%#"
 _RECENT = 20_000  # rows that are read and kept for the figures
 _LOOKS = 20  # and sets of histograms
-_WORST = 6
+_WORST = 6  # layers that are shown
+_SKIPS = 3  # that are shown, the last
+_SILENT = 30.0  # seconds without a step that are worth a word
 _COLOURS = {"healthy": "green", "look": "yellow", "trouble": "red"}
 
 
@@ -29,7 +37,8 @@ class Follower:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.steps = self.skipped = 0  # of the whole run
+        self.steps = 0  # of the whole run
+        self.skipped = 0  # of the whole run
         self.recording: Recording | None = None
 
     def look(self) -> bool:
@@ -81,7 +90,8 @@ def sparkline(
         for i in range(columns)
     ]
     means = [math.fsum(part) / len(part) for part in parts]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0
     return "".join(bars[round((mean - low) * scale)] for mean in means)
 
@@ -90,7 +100,7 @@ def line(follower: Follower) -> str:
     """Print the state of the run in one line, if there is no terminal to draw on."""
     found = follower.facts()
     rows = follower.recording.rows if follower.recording else []
-    bits = next((b for r in reversed(rows) if (b := r.headroom) is not None), None)
+    bits = _last([row.headroom for row in rows])
     parts = [
         f"step {rows[-1].step if rows else 0}",
         f"scale {power(found.last_scale)}",
@@ -106,7 +116,9 @@ def line(follower: Follower) -> str:
     return ", ".join(parts)
 
 
-def view(follower: Follower, *, blocks: bool = True, now: float | None = None) -> Any:
+def view(
+    follower: Follower, *, blocks: bool = True, now: float | None = None
+) -> "Group":
     """Draw one frame, as something that rich prints."""
     from rich.console import Group  # noqa: PLC0415 - slow to import
     from rich.text import Text  # noqa: PLC0415
@@ -114,15 +126,15 @@ def view(follower: Follower, *, blocks: bool = True, now: float | None = None) -
     recording = follower.recording or Recording(follower.path)
     found = follower.facts()
     said = summary(found)
-    parts: list[Any] = [
-        _title(recording, found, said, time.time() if now is None else now)
+    parts: list[RenderableType] = [
+        _title(recording, found, said, time.time() if now is None else now),
+        Text(said.headline, style=f"bold {_COLOURS[said.level]}"),
+        _curves(recording.rows, found, blocks=blocks),
     ]
-    parts += [Text(said.headline, style=f"bold {_COLOURS[said.level]}")]
-    parts += [_curves(recording.rows, found, blocks=blocks)]
     if found.layers:
         parts.append(_layers(found))
-    missed = [row for row in recording.rows if not row.applied][-3:]
-    for row in reversed(missed):
+    missed = [row for row in recording.rows if not row.applied]
+    for row in reversed(missed[-_SKIPS:]):
         where = f" in {', '.join(row.offenders[:2])}" if row.offenders else ""
         what = f"skipped at {power(row.scale)}: {row.verdict}{printable(where)}"
         text = f"step {row.step:,} {what}"
@@ -130,7 +142,7 @@ def view(follower: Follower, *, blocks: bool = True, now: float | None = None) -
     return Group(*parts)
 
 
-def _title(recording: Recording, found: Facts, said: Summary, now: float) -> Any:
+def _title(recording: Recording, found: Facts, said: Summary, now: float) -> "Text":
     from rich.text import Text  # noqa: PLC0415
 
     name = printable(Path(recording.path).name)
@@ -142,7 +154,7 @@ def _title(recording: Recording, found: Facts, said: Summary, now: float) -> Any
     age = now - recording.rows[-1].time if recording.rows else 0.0
     if recording.ended:
         text.append("  ended", "dim")
-    elif age > 30.0:
+    elif age > _SILENT:
         text.append(f"  silent for {_duration(age)}", "yellow")
     return text
 
@@ -158,10 +170,12 @@ def _duration(seconds: float) -> str:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 120.0:
         return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200.0:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
-def _curves(rows: Sequence[Row], found: Facts, *, blocks: bool) -> Any:
+def _curves(rows: Sequence[Row], found: Facts, *, blocks: bool) -> "Table":
     from rich.table import Table  # noqa: PLC0415
 
     made = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
@@ -177,10 +191,10 @@ def _curves(rows: Sequence[Row], found: Facts, *, blocks: bool) -> Any:
         (
             "skipped",
             f"{found.skipped:,} ({share(found.skipped_share)})",
-            f"{found.recent_skips} of the last 200",
+            f"{found.recent_skips} of the last {window_of()}",
         ),
-        ("headroom", _bits(bits), sparkline(bits, blocks=blocks)),
-        ("loss", _last(losses), sparkline(losses, blocks=blocks)),
+        ("headroom", bits_of(_last(bits)), sparkline(bits, blocks=blocks)),
+        ("loss", _number(_last(losses)), sparkline(losses, blocks=blocks)),
         ("zero", "-" if seen is None else share(seen.zero), "of the gradients"),
         ("subnormal", "-" if seen is None else share(seen.subnormal), "of them"),
     ]
@@ -189,17 +203,16 @@ def _curves(rows: Sequence[Row], found: Facts, *, blocks: bool) -> Any:
     return made
 
 
-def _last(values: Sequence[float | None]) -> str:
-    known = next((value for value in reversed(values) if value is not None), None)
-    return "-" if known is None else f"{known:.4g}"
+def _last(values: Sequence[float | None]) -> float | None:
+    """Return the last value that was measured."""
+    return next((value for value in reversed(values) if value is not None), None)
 
 
-def _bits(values: Sequence[float | None]) -> str:
-    known = next((value for value in reversed(values) if value is not None), None)
-    return bits_of(known)
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
-def _layers(found: Facts) -> Any:
+def _layers(found: Facts) -> "Table":
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 

@@ -36,20 +36,31 @@ def summary(found: Facts) -> Summary:
     """
     if not found.steps:
         return Summary("look", "Nothing was recorded yet", ())
-    findings = [*_stuck(found), *_grave(found), *_often(found), *_lossy(found)]
-    findings += [*_clipped(found), *_end(found)]
+    findings = [
+        *_stuck(found),
+        *_grave(found),
+        *_often(found),
+        *_lossy(found),
+        *_clipped(found),
+        *_end(found),
+    ]
     if not findings:
         return Summary("healthy", f"Healthy: {_calm(found)}", _about(found))
-    findings.sort(key=lambda finding: finding[0] != "trouble")
-    level, headline, _ = findings[0]
-    sentences = tuple(sentence for _, _, sentence in findings)
-    return Summary(level, headline, (*sentences, *_about(found)))
+    findings.sort(key=lambda finding: finding.level != "trouble")
+    worst = findings[0]
+    sentences = tuple(finding.sentences for finding in findings)
+    return Summary(worst.level, worst.headline, (*sentences, *_about(found)))
 
 
-Finding = tuple[Level, str, str]
+class _Finding(NamedTuple):
+    """One thing that is not as it should be."""
+
+    level: Level
+    headline: str
+    sentences: str
 
 
-def _stuck(found: Facts) -> list[Finding]:
+def _stuck(found: Facts) -> list[_Finding]:
     skips = count_stuck(found.row, found.recent_skips, found.recent)
     if skips is None and not found.idle:
         return []
@@ -61,38 +72,39 @@ def _stuck(found: Facts) -> list[Finding]:
     )
     what = f"{stuck.what[0].upper()}{stuck.what[1:]}. {stuck.why}"
     no_progress = "training makes no progress" if skips else "nothing is learned"
-    return [("trouble", f"Stuck: {no_progress}", what)]
+    return [_Finding("trouble", f"Stuck: {no_progress}", what)]
 
 
-def _grave(found: Facts) -> list[Finding]:
+def _grave(found: Facts) -> list[_Finding]:
     """Name the skips that ask for action."""
-    findings: list[Finding] = []
-    said = "".join(sentence for _, _, sentence in _stuck(found))
+    findings: list[_Finding] = []
+    said = "".join(finding.sentences for finding in _stuck(found))
     for verdict, count in found.verdicts.items():
         meaning = VERDICTS[verdict]
-        if meaning.remedy and not meaning.normal:
-            what = f"{_steps(count)} skipped as {verdict.value}."
-            if meaning.sentences not in said:  # once is enough
-                what += f" {meaning.sentences}"
-            level: Level = "trouble" if meaning.grave else "look"
-            findings.append((level, f"Look into {verdict.value}", what))
+        if meaning.normal or not meaning.remedy:
+            continue
+        what = f"{_steps(count)} skipped as {verdict.value}."
+        if meaning.sentences not in said:  # once is enough
+            what += f" {meaning.sentences}"
+        level: Level = "trouble" if meaning.grave else "look"
+        findings.append(_Finding(level, f"Look into {verdict.value}", what))
     return findings
 
 
-def _often(found: Facts) -> list[Finding]:
+def _often(found: Facts) -> list[_Finding]:
     later = found.skipped - found.warm_up_skips
-    share_ = later / max(found.steps, 1)
-    if share_ <= _OFTEN or found.row >= PATIENCE or found.idle:
+    part = later / max(found.steps, 1)
+    if part <= _OFTEN or found.row >= PATIENCE or found.idle:
         return []
     what = (
-        f"{_steps(later)} skipped after the warm-up, {share(share_)} of all. The scale "
+        f"{_steps(later)} skipped after the warm-up, {share(part)} of all. The scale "
         'often exceeds what the gradients allow. `policy="headroom"`, a longer '
         "growth interval or clipping would skip fewer steps."
     )
-    return [("look", "Many steps are skipped", what)]
+    return [_Finding("look", "Many steps are skipped", what)]
 
 
-def _lossy(found: Facts) -> list[Finding]:
+def _lossy(found: Facts) -> list[_Finding]:
     seen = found.shares
     if seen is None or not seen.subnormal > _LOSSY * (1.0 - seen.zero):
         return []
@@ -104,9 +116,9 @@ def _lossy(found: Facts) -> list[Finding]:
     )
     spare = found.headroom
     if spare is not None and spare > _SPARE:
-        better = power(2.0 ** math.floor(math.log2(found.last_scale) + spare - 1.0))
+        exponent = math.floor(math.log2(found.last_scale) + spare - 1.0)
         what += (
-            f" There are {bits(spare)} of headroom above them: a scale of {better} "
+            f" There are {bits(spare)} of headroom above them: a scale of 2^{exponent} "
             'would fit, and `policy="headroom"` finds it without settings.'
         )
     else:
@@ -115,10 +127,10 @@ def _lossy(found: Facts) -> list[Finding]:
             "Keep the worst in FP32, or give each block its own scale, as "
             "`examples/local_scales.py` of Buoy's repository does."
         )
-    return [("look", "Gradients underflow", what)]
+    return [_Finding("look", "Gradients underflow", what)]
 
 
-def _clipped(found: Facts) -> list[Finding]:
+def _clipped(found: Facts) -> list[_Finding]:
     seen = found.clipped
     if seen is None:
         return []
@@ -129,7 +141,7 @@ def _clipped(found: Facts) -> list[Finding]:
             f"threshold is {seen.scale:g} times too low, and nothing is learned: clip "
             "after unscaling."
         )
-        return [("look", "The gradients may be clipped while scaled", what)]
+        return [_Finding("look", "The gradients may be clipped while scaled", what)]
     where = "" if seen.step is None else f", noticed in step {seen.step}"
     what = (
         "Gradients were clipped while they were still multiplied by the scale"
@@ -137,15 +149,15 @@ def _clipped(found: Facts) -> list[Finding]:
         "hardly move. Clip after unscaling: `scaler.clip_grad_norm_(optimizer, "
         "max_norm)`, or in JAX `loss_scaled(inner, max_norm=...)`."
     )
-    return [("trouble", "Gradients were clipped while scaled", what)]
+    return [_Finding("trouble", "Gradients were clipped while scaled", what)]
 
 
-def _end(found: Facts) -> list[Finding]:
+def _end(found: Facts) -> list[_Finding]:
     loss = found.last_loss
     if loss is None or math.isfinite(loss):
         return []
     what = f"The last loss that was recorded is {loss}."
-    return [("trouble", "The loss is not finite", what)]
+    return [_Finding("trouble", "The loss is not finite", what)]
 
 
 def _calm(found: Facts) -> str:
@@ -157,15 +169,17 @@ def _calm(found: Facts) -> str:
 
 
 def _about(found: Facts) -> tuple[str, ...]:
-    went = f"went from {power(found.first_scale)} to {power(found.last_scale)}"
     if found.low_scale == found.high_scale:
         went = f"was {power(found.last_scale)}"
+    else:
+        went = f"went from {power(found.first_scale)} to {power(found.last_scale)}"
     lost = f"{found.skipped:,} of {found.steps:,} steps were skipped"
     said = [f"{lost}; the scale {went}."]
     if found.headroom is not None:
+        least = max(found.least_headroom or 0.0, 0.0)
         said.append(
             f"The largest gradient stayed {bits(found.headroom)} below the limit "
-            f"(median), {bits(max(found.least_headroom or 0.0, 0.0))} at the closest."
+            f"(median), {bits(least)} at the closest."
         )
     seen = found.shares
     if seen is not None:
@@ -217,4 +231,5 @@ def share(value: float) -> str:
     percent = 100.0 * value
     if 0.0 < percent < 0.001:
         return "< 0.001 %"
-    return f"{percent:.{2 if percent < 10 else 3}g} %"
+    digits = 2 if percent < 10 else 3
+    return f"{percent:.{digits}g} %"
