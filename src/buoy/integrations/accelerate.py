@@ -1,18 +1,26 @@
 """Accelerate: `buoy.integrations.accelerate.use(accelerator, policy="headroom")`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from buoy._backends.torch.gradients import parameters_of
 from buoy._core.errors import OptionError
+from buoy._core.policies.policy import Policy
 from buoy.integrations.common import make_scaler, metrics
 from buoy.torch import GradScaler
 
 __all__ = ["metrics", "use"]
 
+Parameters = torch.Tensor | Iterable[torch.Tensor]
 
-def use(accelerator: Any, policy: Any = None, **options: Any) -> GradScaler | None:
+
+def use(
+    accelerator: Any, policy: str | Policy | None = None, **options: Any
+) -> GradScaler | None:
     """Give an `Accelerator` a scaler of Buoy; call it before `accelerator.prepare`.
 
     Skipped steps then do not advance schedulers, also with fused optimizers; several
@@ -64,63 +72,66 @@ class _Clipping:
     """
 
     def __init__(self, accelerator: Any, scaler: GradScaler) -> None:
-        self.accelerator, self.scaler = accelerator, scaler
-        self._norm, self._value = (
-            accelerator.clip_grad_norm_,
-            accelerator.clip_grad_value_,
-        )
+        self.accelerator = accelerator
+        self.scaler = scaler
+        # Accelerate's own methods.
+        self._norm = accelerator.clip_grad_norm_
+        self._value = accelerator.clip_grad_value_
         self._unscale = accelerator.unscale_gradients
-        self._concerned: list[Any] | None = None
+        # The optimizers whose parameters are being clipped.
+        self._concerned: list[Optimizer] | None = None
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
         accelerator.clip_grad_value_ = self.clip_grad_value_
         accelerator.unscale_gradients = self.unscale_gradients
 
     def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
         """Clip as part of the check, if these are all parameters of one optimizer."""
-        parameters = _listed(parameters)
-        owners = self._owners(parameters)
-        held = {id(param) for param in parameters}
-        if len(owners) == 1 and all(id(p) in held for p in _gradients(owners[0])):
+        params = _listed(parameters)
+        owners = self._owners(params)
+        if len(owners) == 1 and _holds_all(params, owners[0]):
             return self.scaler.clip_grad_norm_(owners[0], max_norm, norm_type)
-        self._concerned = owners
-        try:
-            norm: torch.Tensor | None = self._norm(parameters, max_norm, norm_type)
-            return norm
-        finally:
-            self._concerned = None
+        with self._clipping(owners):
+            norm: torch.Tensor | None = self._norm(params, max_norm, norm_type)
+        return norm
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clip the values of unscaled gradients."""
-        parameters = _listed(parameters)
-        self._concerned = self._owners(parameters)
-        try:
-            self._value(parameters, clip_value)
-        finally:
-            self._concerned = None
+        params = _listed(parameters)
+        with self._clipping(self._owners(params)):
+            self._value(params, clip_value)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(
+        self, optimizer: Optimizer | list[Optimizer] | None = None
+    ) -> None:
         """Unscale the given optimizers; without any, those that are being clipped."""
         self._unscale(self._concerned if optimizer is None else optimizer)
 
-    def _owners(self, parameters: list[torch.Tensor]) -> list[Any]:
+    @contextmanager
+    def _clipping(self, owners: list[Optimizer]) -> Iterator[None]:
+        self._concerned = owners
+        try:
+            yield
+        finally:
+            self._concerned = None
+
+    def _owners(self, params: list[torch.Tensor]) -> list[Optimizer]:
         """Return the optimizers, without Accelerate's wrappers, of some parameters."""
-        ids = {id(param) for param in parameters}
-        found = []
-        for wrapper in self.accelerator._optimizers:
-            optimizer = wrapper.optimizer
-            groups = optimizer.param_groups
-            if any(id(p) in ids for group in groups for p in group["params"]):
-                found.append(optimizer)
-        return found
+        ids = {id(param) for param in params}
+        optimizers = [wrapper.optimizer for wrapper in self.accelerator._optimizers]
+        return [
+            optimizer
+            for optimizer in optimizers
+            if any(id(param) in ids for param in parameters_of(optimizer))
+        ]
 
 
-def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _listed(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _gradients(optimizer: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer that have a gradient."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    return [param for param in params if param.grad is not None]
+def _holds_all(params: list[torch.Tensor], optimizer: Optimizer) -> bool:
+    """Say whether all parameters of an optimizer that have a gradient are in a list."""
+    ids = {id(param) for param in params}
+    return all(id(p) in ids for p in parameters_of(optimizer) if p.grad is not None)

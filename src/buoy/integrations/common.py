@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from buoy._core.policies.policy import Policy
 from buoy.torch import Extension, GradScaler
 
 __all__ = ["make_scaler", "metrics"]
@@ -41,7 +42,10 @@ class Metrics(Extension):
 
 
 def make_scaler(
-    device: str, policy: Any, given: dict[str, Any], options: dict[str, Any]
+    device: str,
+    policy: str | Policy | None,
+    given: dict[str, Any],
+    options: dict[str, Any],
 ) -> GradScaler:
     """Create the scaler of a training library.
 

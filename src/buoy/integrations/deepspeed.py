@@ -14,7 +14,7 @@ from buoy._core.bounds import initial, moved
 from buoy._core.codec import decode, encode
 from buoy._core.errors import OptionError
 from buoy._core.ops import PLAIN
-from buoy._core.policies.policy import Policy
+from buoy._core.policies.policy import Policy, State
 from buoy._core.policies.registry import policy as make_policy
 from buoy._core.state import Seen
 from buoy.integrations.common import make_scaler
@@ -44,8 +44,8 @@ class LossScaler:
             )
             raise OptionError(message)
         self.policy = policy
-        self.state: Any = initial(policy)
-        self.next: Any = None  # the state that is used from the next loss on
+        self.state: State = initial(policy)
+        self.next: State | None = None  # used from the next loss on
         self.used = float(self.state.scale)  # by the last step
         self.skipped = 0
 
@@ -63,31 +63,35 @@ class LossScaler:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale."""
-        if self.next is not None:
-            self.state, self.next = self.next, None
+        self.state = self._latest
+        self.next = None
         return loss * self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
         """Compute the next scale, and count a skipped step."""
         self.used = self.cur_scale
         self.skipped += bool(overflow)
-        latest = self.state if self.next is None else self.next
         seen = Seen(finite=not overflow)
-        self.next = moved(self.policy, latest, seen, ops=PLAIN)
+        self.next = moved(self.policy, self._latest, seen, ops=PLAIN)
+
+    @property
+    def _latest(self) -> State:
+        return self.state if self.next is None else self.next
 
     def __getstate__(self) -> dict[str, Any]:
         """Return plain values: a checkpoint of DeepSpeed holds a pickle of this."""
-        latest = self.state if self.next is None else self.next
         return {
             "policy": encode(self.policy),
-            "state": encode(latest),
+            "state": encode(self._latest),
             "used": self.used,
             "skipped": self.skipped,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.policy, self.state = decode(state["policy"]), decode(state["state"])
-        self.next, self.used = None, float(state["used"])
+        self.policy = decode(state["policy"])
+        self.state = decode(state["state"])
+        self.next = None
+        self.used = float(state["used"])
         self.skipped = int(state["skipped"])
 
 
@@ -100,7 +104,9 @@ class _Overflow(Extension):
         work.optimizer.overflow = not work.outcome.applied
 
 
-def use(engine: Any, policy: Any = None, **options: Any) -> Any:
+def use(
+    engine: Any, policy: str | Policy | None = None, **options: Any
+) -> LossScaler | GradScaler | None:
     """Let a policy of Buoy choose the loss scale of a DeepSpeed engine.
 
     Call it after `deepspeed.initialize`, before training or `load_checkpoint`.  The
@@ -152,7 +158,8 @@ def use(engine: Any, policy: Any = None, **options: Any) -> Any:
 
 def _replace(optimizer: Any, made: LossScaler) -> None:
     """Replace the scaler of a ZeRO optimizer, also after a checkpoint was loaded."""
-    optimizer.loss_scaler, optimizer.dynamic_loss_scale = made, True
+    optimizer.loss_scaler = made
+    optimizer.dynamic_loss_scale = True
     optimizer.torch_autocast_gradscaler = None  # it never sees an overflow
     optimizer.check_grad_overflow = True
     load = optimizer.load_state_dict
@@ -165,15 +172,21 @@ def _replace(optimizer: Any, made: LossScaler) -> None:
             made.__setstate__(loaded.__getstate__())
         elif loaded is not made:
             made.cur_scale = loaded.cur_scale  # DeepSpeed's own
-        optimizer.loss_scaler, optimizer.dynamic_loss_scale = made, True
+        optimizer.loss_scaler = made
+        optimizer.dynamic_loss_scale = True
         return result
 
     optimizer.load_state_dict = load_state_dict
 
 
 def _policy(
-    engine: Any, policy: Any, options: dict[str, Any], *, autocast: bool
+    engine: Any,
+    policy: str | Policy | None,
+    options: dict[str, Any],
+    *,
+    autocast: bool,
 ) -> Policy:
+    """Make the policy that was asked for, or that of the engine's configuration."""
     if policy is not None:
         return make_policy(policy, **options)
     if autocast:
@@ -189,13 +202,13 @@ def metrics(engine: Any) -> dict[str, float]:
 
     The norm is the engine's own; it is left out if the step was skipped.
     """
-    if isinstance(scaler := engine.torch_autocast_z0_gradscaler, GradScaler):
-        return metrics_of(scaler)
+    if isinstance(engine.torch_autocast_z0_gradscaler, GradScaler):
+        return metrics_of(engine.torch_autocast_z0_gradscaler)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not isinstance(scaler, LossScaler):
         return {}
     found = {"buoy/scale": scaler.used, "buoy/skipped": float(scaler.skipped)}
     norm = engine.get_global_grad_norm()
-    if norm is not None and math.isfinite(norm := float(norm)):
-        found["buoy/norm"] = norm
+    if norm is not None and math.isfinite(norm):
+        found["buoy/norm"] = float(norm)
     return found

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.cpu.amp.grad_scaler
@@ -23,6 +23,9 @@ from buoy._core.policies.policy import Policy
 from buoy.integrations.common import Metrics, metrics
 from buoy.torch import GradScaler
 from buoy.trace.record import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Installation", "ShardedGradScaler", "install"]
 
@@ -42,9 +45,8 @@ class Installation:
     `scalers` holds those that were created.
     """
 
-    policy: str | Policy | None = (
-        None  # None: torch's rule, with the caller's arguments
-    )
+    # None: torch's rule, with the caller's arguments.
+    policy: str | Policy | None = None
     options: dict[str, Any] = field(default_factory=dict)
     scalers: list[GradScaler] = field(default_factory=list)
     # Called with the settings of the program that the policy replaces.
@@ -89,12 +91,14 @@ class Installation:
         """Return the arguments of the next scaler, from those of its caller."""
         if self.policy is not None:
             own = {k: given.pop(k) for k in _OF_TORCHS_RULE if k in given}
+            chosen = {k: v for k, v in own.items() if v != _OF_TORCHS_RULE[k]}
             if given.get("enabled", True):
-                self.replaces({k: v for k, v in own.items() if v != _OF_TORCHS_RULE[k]})
+                self.replaces(chosen)
             given["policy"] = self.policy
         given |= self.options
         given.setdefault("managed", given.get("sync") != "never")
-        if isinstance(given.get("trace"), (str, Path)) and len(self.scalers) >= _TRACED:
+        to_file = isinstance(given.get("trace"), (str, Path))
+        if to_file and len(self.scalers) >= _TRACED:
             given["trace"] = None
         return given
 
@@ -106,7 +110,7 @@ class Installation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -154,13 +158,21 @@ class ShardedGradScaler(GradScaler):
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: "ProcessGroup | None" = None,
         **options: Any,
     ) -> None:
-        factors = growth_factor, backoff_factor, growth_interval, enabled
-        options = {"process_group": process_group, **options}
         # Not `super()`: `install` puts a class between them.
-        GradScaler.__init__(self, device, init_scale, *factors, **options)
+        GradScaler.__init__(
+            self,
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            process_group=process_group,
+            **options,
+        )
         self.process_group = process_group
 
 
@@ -175,16 +187,15 @@ def _replace(pairs: dict[int, type]) -> None:
 
 
 def _classes(chosen: Installation) -> list[tuple[type, type]]:
-    """Create a class of ours for each of torch's."""
-    found: list[tuple[type, type]] = []
-    theirs: type = torch.amp.GradScaler
-    amp = _like(theirs, (GradScaler,), chosen)  # the others derive from it, as torch's
-    found.append((theirs, amp))
-    for device, old in (
-        ("cuda", torch.cuda.amp.GradScaler),
-        ("cpu", torch.cpu.amp.grad_scaler.GradScaler),
-    ):
-        found.append((old, _like(old, (amp,), chosen, device)))
+    """Create a class of ours for each of torch's; return pairs of theirs and ours."""
+    amp = _like(torch.amp.GradScaler, (GradScaler,), chosen)
+    cuda = _like(torch.cuda.amp.GradScaler, (amp,), chosen, "cuda")
+    cpu = _like(torch.cpu.amp.grad_scaler.GradScaler, (amp,), chosen, "cpu")
+    found: list[tuple[type, type]] = [
+        (torch.amp.GradScaler, amp),
+        (torch.cuda.amp.GradScaler, cuda),
+        (torch.cpu.amp.grad_scaler.GradScaler, cpu),
+    ]
     if torch.distributed.is_available():
         # Imported now, so that modules that import it later find it replaced.
         from torch.distributed.fsdp import sharded_grad_scaler  # noqa: PLC0415
@@ -205,10 +216,10 @@ def _like(
     `device` is set for the deprecated classes, which do not take it.
     """
     own = ShardedGradScaler if ShardedGradScaler in bases else GradScaler
-    begin: Any = own.__init__
-    signature = inspect.signature(begin)
+    init: Callable[..., None] = own.__init__
+    signature = inspect.signature(init)
 
-    @wraps(begin)
+    @wraps(init)
     def __init__(self: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if device is not None:
             warnings.warn(
@@ -222,7 +233,7 @@ def _like(
         del given["self"]
         given |= given.pop("options", {})
         arguments = chosen.arguments(given)
-        begin(self, **arguments)
+        init(self, **arguments)
         if arguments["managed"] and self.is_enabled():
             self.attach(Metrics())
         chosen.scalers.append(self)
@@ -242,9 +253,10 @@ def _like(
         "__subclasshook__": classmethod(__subclasshook__),
         "_configure": _configure,
         "__doc__": GradScaler.__doc__,
+        # Pickle looks a class up by these.
+        "__module__": theirs.__module__,
+        "__qualname__": theirs.__qualname__,
     }
     made: Any = ABCMeta(theirs.__name__, bases, names)
-    # Pickle looks a class up by these.
-    made.__module__, made.__qualname__ = theirs.__module__, theirs.__qualname__
     replacement: type[GradScaler] = made
     return replacement

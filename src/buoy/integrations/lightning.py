@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
 from buoy._core.errors import MissingBackendError, OptionError
+from buoy._core.policies.policy import Policy
 from buoy.integrations.common import make_scaler, metrics
 from buoy.torch import GradScaler
 
@@ -31,11 +33,17 @@ except ImportError as error:
 __all__ = ["FabricMixedPrecision", "LogScale", "MixedPrecision", "metrics"]
 
 Mixed = Literal["16-mixed", "bf16-mixed"]
+Scaler = torch.amp.GradScaler
+Closure = Callable[[], Any]
 
 
 def _scaler(
-    precision: str, device: str, scaler: Any, policy: Any, options: dict[str, Any]
-) -> Any:
+    precision: str,
+    device: str,
+    scaler: Scaler | None,
+    policy: str | Policy | None,
+    options: dict[str, Any],
+) -> Scaler | None:
     """Return the scaler of a plugin: the one given, ours, or none for BF16."""
     if precision != "16-mixed" or scaler is not None:
         return scaler
@@ -69,9 +77,9 @@ class MixedPrecision(_OfTrainer):  # type: ignore[misc]
         self,
         precision: Mixed = "16-mixed",
         device: str | None = None,
-        scaler: Any = None,
+        scaler: Scaler | None = None,
         *,
-        policy: Any = None,
+        policy: str | Policy | None = None,
         count: Literal["applied", "attempted"] = "applied",
         **options: Any,
     ) -> None:
@@ -79,9 +87,8 @@ class MixedPrecision(_OfTrainer):  # type: ignore[misc]
             message = f"`count` must be 'applied' or 'attempted', got {count!r}."
             raise OptionError(message)
         device = device or _device()
-        super().__init__(
-            precision, device, _scaler(precision, device, scaler, policy, options)
-        )
+        chosen = _scaler(precision, device, scaler, policy, options)
+        super().__init__(precision, device, chosen)
         self.count = count
         self._skips_in_a_row = 0
         self._gated: Any = None  # the module whose `lr_scheduler_step` is gated
@@ -94,7 +101,7 @@ class MixedPrecision(_OfTrainer):  # type: ignore[misc]
         return scaled
 
     def optimizer_step(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+        self, optimizer: Optimizer, model: Any, closure: Closure, **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, clip, and step unless the gradients overflowed."""
         scaler = self.scaler
@@ -114,20 +121,20 @@ class MixedPrecision(_OfTrainer):  # type: ignore[misc]
         self._count(optimizer, model)
         return result
 
-    def _evaluate(self, optimizer: Any, model: Any, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, optimizer: Optimizer, model: Any, closure: Closure) -> Any:
         result = closure()
         self._unscale(optimizer)
         self._after_closure(model, optimizer)
         return result
 
-    def _unscale(self, optimizer: Any) -> None:
+    def _unscale(self, optimizer: Optimizer) -> None:
         """Unscale, and measure the norm in the same pass."""
         scaler = self.scaler
         if isinstance(scaler, GradScaler):
             scaler.clip_grad_norm_(optimizer, math.inf)
         scaler.unscale_(optimizer)
 
-    def _skipped(self, optimizer: Any) -> bool:
+    def _skipped(self, optimizer: Optimizer) -> bool:
         last = self.scaler.last_step_of(optimizer)
         return last is not None and not last.applied
 
@@ -138,14 +145,14 @@ class MixedPrecision(_OfTrainer):  # type: ignore[misc]
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer
         _Precision.clip_gradients(self, optimizer, *args, **kwargs)
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the unscaled gradients."""
         if self.scaler is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
 
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the values of the unscaled gradients."""
         if self.scaler is None:
             super().clip_grad_by_value(optimizer, clip_val)
@@ -154,7 +161,7 @@ class MixedPrecision(_OfTrainer):  # type: ignore[misc]
 
     # -- what counts steps -------------------------------------------------------------
 
-    def _count(self, optimizer: Any, model: Any) -> None:
+    def _count(self, optimizer: Optimizer, model: Any) -> None:
         """Take a skipped step back from `global_step`, which is raised after this."""
         if self.count == "attempted":
             return
@@ -208,17 +215,16 @@ class FabricMixedPrecision(_OfFabric):  # type: ignore[misc]
         self,
         precision: Mixed = "16-mixed",
         device: str | None = None,
-        scaler: Any = None,
+        scaler: Scaler | None = None,
         *,
-        policy: Any = None,
+        policy: str | Policy | None = None,
         **options: Any,
     ) -> None:
         device = device or _device()
-        super().__init__(
-            precision, device, _scaler(precision, device, scaler, policy, options)
-        )
+        chosen = _scaler(precision, device, scaler, policy, options)
+        super().__init__(precision, device, chosen)
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step unless the gradients overflowed."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
@@ -226,13 +232,13 @@ class FabricMixedPrecision(_OfFabric):  # type: ignore[misc]
         self.scaler.update()
         return result
 
-    def unscale_gradients(self, optimizer: Any) -> None:
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale, also for a fused optimizer."""
         if self.scaler is not None:
             self.scaler.clip_grad_norm_(optimizer, math.inf)
             self.scaler.unscale_(optimizer)
 
-    def main_params(self, optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    def main_params(self, optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
         """Return the parameters to clip; none if their step will be skipped."""
         if self.scaler is not None:
             found = self.scaler._found_inf_per_device(optimizer)
@@ -256,10 +262,9 @@ class LogScale(_Callback):  # type: ignore[misc]
     """
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any
+        self, trainer: Any, pl_module: Any, *_: object, **__: object
     ) -> None:
         """Log the last step."""
-        del args, kwargs
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if isinstance(scaler, GradScaler):
             pl_module.log_dict(metrics(scaler))

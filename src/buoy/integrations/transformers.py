@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, Literal
 
 from buoy._core.errors import OptionError
+from buoy._core.policies.policy import Policy
 from buoy.integrations import accelerate
 from buoy.integrations.common import metrics
 from buoy.torch import GradScaler
@@ -17,7 +18,7 @@ __all__ = ["use"]
 
 def use(
     trainer: Any,
-    policy: Any = None,
+    policy: str | Policy | None = None,
     *,
     count: Literal["applied", "attempted"] = "attempted",
     **options: Any,
@@ -72,15 +73,20 @@ def _count_applied(trainer: Any, patience: int) -> Any:
     class CountApplied(TrainerCallback):  # type: ignore[misc, unused-ignore]
         skipped = 0  # in a row
 
-        def on_optimizer_step(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        def on_optimizer_step(
+            self, _: object, state: Any, *__: object, **___: object
+        ) -> None:
             failed = trainer.accelerator.optimizer_step_was_skipped
             self.skipped = self.skipped + 1 if failed else 0
             if 0 < self.skipped <= patience:
                 state.global_step -= 1  # the Trainer adds 1 before `on_step_end`
 
-        def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+        def on_step_end(
+            self, _: object, __: object, control: Any, **___: object
+        ) -> None:
             if 0 < self.skipped <= patience:  # this number was handled before
-                control.should_log = control.should_evaluate = False
+                control.should_log = False
+                control.should_evaluate = False
                 control.should_save = False
 
     return CountApplied()

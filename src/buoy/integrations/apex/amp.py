@@ -12,9 +12,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from buoy import policy
 from buoy.integrations.apex.casts import (
@@ -53,16 +55,17 @@ log = logging.getLogger("buoy.integrations.apex")
 _FLOOR = 2.0**-24  # apex has none: a NaN loss takes it to 1e-320 and a division by zero
 
 
+@dataclass(slots=True)
 class _Session:
     """What `initialize` chose, for the calls that follow it."""
 
-    begun = False
+    begun: bool = False
     level: Level | None = None  # None: not enabled
     scalers: tuple[GradScaler, ...] = ()  # one per loss
     gradients: tuple[Gradients, ...] = ()  # one per optimizer
-    verbose = True
+    verbose: bool = True
 
-    def gradients_of(self, optimizer: Any) -> Gradients:
+    def gradients_of(self, optimizer: Optimizer) -> Gradients:
         """Return those of an optimizer that `initialize` has seen."""
         for gradients in self.gradients:
             if gradients.optimizer is optimizer:
@@ -111,7 +114,10 @@ def initialize(
     """
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
-        _now.begun, _now.level, _now.scalers, _now.gradients = True, None, (), ()
+        _now.begun = True
+        _now.level = None
+        _now.scalers = ()
+        _now.gradients = ()
         return result
     given = {
         "cast_model_type": cast_model_type,
@@ -123,18 +129,22 @@ def initialize(
     chosen = level(opt_level, given)
     if verbosity:
         log.info("%s", chosen)
-    modules, held = _listed(models), _listed(optimizers)
+    modules: list[torch.nn.Module] = _listed(models)
+    held: list[Optimizer] = _listed(optimizers)
     for model in modules:
         cast_model(model, chosen, cast_model_outputs)
-    for optimizer in held if chosen.master_weights else ():
-        if masters_of(optimizer) is None:
-            MasterWeights(optimizer, model=modules[0] if modules else None)
+    if chosen.master_weights:
+        for optimizer in held:
+            if masters_of(optimizer) is None:
+                MasterWeights(optimizer, model=modules[0] if modules else None)
     low = _FLOOR if min_loss_scale is None else min_loss_scale
+    _now.begun = True
+    _now.level = chosen
+    _now.verbose = verbosity > 0
     _now.scalers = tuple(
         _scaler(chosen, modules, low, max_loss_scale) for _ in range(num_losses)
     )
     _now.gradients = tuple(map(Gradients, held))
-    _now.begun, _now.level, _now.verbose = True, chosen, verbosity > 0
     return result
 
 
@@ -214,7 +224,7 @@ def _scaled(
         )
 
 
-def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over what the optimizer updates: FP32 masters where there are some.
 
     Their gradients are the unscaled ones, for clipping.
@@ -231,12 +241,12 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def scalers() -> tuple[GradScaler, ...]:
-    """Give the scaler behind each loss, for `last_step` and the like; not in apex."""
+    """Return the scaler behind each loss, for `last_step` and the like; not in apex."""
     return _now.scalers
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Give scale and count of clean steps of each loss, under apex's names.
+    """Return scale and count of clean steps of each loss, under apex's names.
 
     Example:
         >>> from buoy.integrations.apex import amp
@@ -276,6 +286,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def _listed(things: Any) -> list[Any]:
+    """List what may be given alone, as a list or not at all."""
     if things is None:
         return []
     if isinstance(things, Iterable) and not isinstance(things, torch.nn.Module):

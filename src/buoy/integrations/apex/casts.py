@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from buoy._backends.torch.rounding import HALVES
 from buoy.integrations.apex.levels import Level
@@ -37,7 +37,8 @@ def cast_model(
 
     Outputs are cast to FP32 by default, so that losses are computed in FP32.
     """
-    dtype, mixed = level.cast_model_type, level.patch_torch_functions
+    dtype = level.cast_model_type
+    mixed = level.patch_torch_functions
     if dtype is not None:
         _cast_tensors(model, dtype, keep_norms=bool(level.keep_batchnorm_fp32))
     if dtype in HALVES:
@@ -74,13 +75,16 @@ def _cast_tensors(
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree
-    )
+    """Cast the tensors of floating-point numbers in nested values."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, tree)
 
 
 def _in_fp32(
-    module: torch.nn.Module, saved: dict[str, Any], prefix: str, metadata: Any
+    module: torch.nn.Module, saved: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """Save FP32, so that a checkpoint fits any level."""
     del module, metadata
@@ -115,17 +119,17 @@ def promote_function(function: Callable[P, T]) -> Callable[P, T]:
     return _in(function, None)
 
 
-def register_float_function(module: Any, name: str) -> None:
+def register_float_function(module: object, name: str) -> None:
     """Replace a module's function by one that runs in FP32."""
     setattr(module, name, float_function(getattr(module, name)))
 
 
-def register_half_function(module: Any, name: str) -> None:
+def register_half_function(module: object, name: str) -> None:
     """Replace a module's function by one that runs in FP16."""
     setattr(module, name, half_function(getattr(module, name)))
 
 
-def register_promote_function(module: Any, name: str) -> None:
+def register_promote_function(module: object, name: str) -> None:
     """Replace a module's function by one that runs in its arguments' widest type."""
     setattr(module, name, promote_function(getattr(module, name)))
 
@@ -142,16 +146,14 @@ def _in(function: Callable[P, T], dtype: torch.dtype | None) -> Callable[P, T]:
 
     @wraps(function)
     def cast(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = [
-            value
-            for value in tree_flatten((args, kwargs))[0]
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-        ]
-        if not given:
+        values = tree_leaves((args, kwargs))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+        if not floats:
             return function(*args, **kwargs)
-        widest = reduce(torch.promote_types, [tensor.dtype for tensor in given])
+        widest = reduce(torch.promote_types, [tensor.dtype for tensor in floats])
         args, kwargs = _cast((args, kwargs), dtype or widest)
-        with torch.autocast(given[0].device.type, enabled=False):
+        with torch.autocast(floats[0].device.type, enabled=False):
             return function(*args, **kwargs)
 
     return cast

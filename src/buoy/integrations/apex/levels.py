@@ -29,6 +29,7 @@ class Level:
 
 
 _LEVELS = {
+    # cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, scale
     "O0": Level("O0", torch.float32, False, None, False, 1.0),
     "O1": Level("O1", None, True, None, False, "dynamic"),
     "O2": Level("O2", torch.float16, False, True, True, "dynamic"),
