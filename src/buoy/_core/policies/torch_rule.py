@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from buoy._core.checks import whole
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
-from buoy._core.ops import Ops, Precision, Scalar, ops_of, single
+from buoy._core.ops import Ops, Precision, Scalar, ops_of
 from buoy._core.policies.backoff_checks import check_factors
 from buoy._core.policies.policy import MIN_SCALE, Bounds
 from buoy._core.policies.start import bounded
@@ -106,6 +106,13 @@ class TorchRule:
 
 def _times(scale: Scalar, factor: float, ops: Ops) -> Scalar:
     """Multiply as torch's kernel does: in float64, then round to float32."""
-    if single(factor) != factor:  # otherwise float32 gives the same, also in JAX
+    if not _fits_float32(factor):  # otherwise float32 gives the same, also in JAX
         scale = ops.cast(scale, "float64")
     return ops.cast(scale * factor, "float32")
+
+
+def _fits_float32(factor: float) -> bool:
+    """Say whether float32 holds a number, by arithmetic that compilers can trace."""
+    split = factor * (2.0**29 + 1.0)
+    upper = split - (split - factor)  # the first 24 of its 53 bits
+    return upper == factor and FLOAT32_TINY <= factor <= FLOAT32_MAX
