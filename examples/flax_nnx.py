@@ -66,7 +66,8 @@ def main() -> None:
             y = UNIT * (x[:, :1] - x[:, 1:2])
             losses.append(train_step(model, optimizer, x, y))
             feed(optimizer.opt_state)
-    last = sum(map(float, losses[-10:])) / len(losses[-10:]) / UNIT**2
+    tail = losses[-10:]
+    last = sum(map(float, tail)) / len(tail) / UNIT**2
     print(f"loss: {last:.4f}, last step: {last_step(optimizer.opt_state)}")
     buoy.report.write([recorder.path], "flax_nnx.html")
     print("Open flax_nnx.html: see where the scale settled, and the headroom.")

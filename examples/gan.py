@@ -15,7 +15,9 @@ from torch import nn
 
 from buoy.torch import GradScaler
 
-NOISE, WIDTH, BATCH = 4, 32, 64
+NOISE = 4  # random numbers that the generator starts from
+WIDTH = 32
+BATCH = 64
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -32,10 +34,11 @@ def real(source: torch.Generator) -> torch.Tensor:
 
 
 def train(steps: int, skip: str) -> tuple[int, int, GradScaler]:
-    """Train; give how often the critic and the generator stepped."""
+    """Train; return how often the critic and the generator stepped."""
     torch.manual_seed(0)
     source = torch.Generator().manual_seed(1)
-    critic, maker = network(2, 1), network(NOISE, 2)
+    critic = network(2, 1)
+    maker = network(NOISE, 2)
     critics = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
     makers = torch.optim.Adam(maker.parameters(), lr=2e-3, betas=(0.5, 0.9))
     # Both start too high and try to grow often, so that there is something to see.
@@ -46,22 +49,24 @@ def train(steps: int, skip: str) -> tuple[int, int, GradScaler]:
     scaler.gate(lambda: _count(counts, "critic"), optimizer=critics)
     scaler.gate(lambda: _count(counts, "maker"), optimizer=makers)
     score = nn.functional.binary_cross_entropy_with_logits
-    one, zero = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
+    is_real = torch.ones(BATCH, 1)
+    is_fake = torch.zeros(BATCH, 1)
     for _ in range(steps):
         noise = torch.randn(BATCH, NOISE, generator=source)
         critics.zero_grad()
         with torch.autocast("cpu", torch.float16):
             fake = maker(noise)
-            judged = critic(real(source)), critic(fake.detach())
-        loss = score(judged[0].float(), one) + score(judged[1].float(), zero)
+            of_real = critic(real(source))
+            of_fake = critic(fake.detach())
+        loss = score(of_real.float(), is_real) + score(of_fake.float(), is_fake)
         for_critic.scale(loss).backward()
         for_critic.clip_grad_norm_(critics, 1.0)
         for_critic.step(critics)
 
         makers.zero_grad()
         with torch.autocast("cpu", torch.float16):
-            judgement = critic(fake)
-        for_maker.scale(score(judgement.float(), one)).backward()
+            of_fake = critic(fake)
+        for_maker.scale(score(of_fake.float(), is_real)).backward()
         for_maker.step(makers)
         scaler.update()
     return counts["critic"], counts["maker"], scaler

@@ -21,11 +21,12 @@ import buoy.report
 from buoy.torch import GradScaler
 
 WORDS = "what shines by day night sun moon rain snow wind sea".split()
-PROMPTS = torch.tensor(
-    [[0, 1, 2, 3], [0, 1, 2, 4]]
-)  # "what shines by day", "... night"
-LENGTH, GROUP = 6, 16  # words of an answer; answers per prompt, on each rank
-WIDTH, HEADS = 32, 2
+# "what shines by day", "what shines by night"
+PROMPTS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]])
+LENGTH = 6  # words of an answer
+GROUP = 16  # answers per prompt, on each rank
+WIDTH = 32
+HEADS = 2
 
 
 class Block(nn.Module):
@@ -95,7 +96,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
 
     dist.init_process_group("gloo")
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)  # the same weights on every rank
     model = Model()
     # (1) Parameters are sharded in FP32 and gathered in FP16; gradients are reduced in
@@ -133,8 +135,9 @@ def main() -> None:
             scaler.update()
         mean = rewards.mean()
         dist.all_reduce(mean)
+        mean /= dist.get_world_size()
         if rank == 0 and (turn % 5 == 4 or turn == 0):
-            mean, scale = mean / dist.get_world_size(), scaler.last_step.scale
+            scale = scaler.last_step.scale
             print(f"round {turn + 1:2}: reward {mean:.2f}, scale {scale:g}")
 
     if rank == 0:

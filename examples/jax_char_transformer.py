@@ -10,7 +10,7 @@ gradient is small: below 6e-8 FP16 has only zero.  Adam does not mind small grad
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from buoy.jax import Feed, applied_of, cast, last_step, loss_scaled, value_and_g
 
 WORDS = "zero one two three four five six seven eight nine ten".split()
 ALPHABET = sorted(set("".join(WORDS)) | set(" +=.\n"))
-BATCH, LENGTH, WIDTH, HEADS, LAYERS = 16, 32, 64, 4, 2
+BATCH = 16
+LENGTH = 32  # letters of a row
+WIDTH = 64
+HEADS = 4
+LAYERS = 2
 WEIGHT = 1e-3  # of this loss, as if it were one among several
 Params = dict[str, Any]
 
@@ -41,7 +45,8 @@ def text(seed: int, sums: int = 20_000) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def batches(seed: int) -> Iterator[jax.Array]:
     """Cut random pieces out of the text, for ever."""
-    letters, random = text(0), np.random.default_rng(seed)
+    letters = text(0)
+    random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(letters) - LENGTH - 1, BATCH)
         yield jnp.asarray(np.stack([letters[s : s + LENGTH + 1] for s in starts]))
@@ -79,10 +84,8 @@ def norm(x: jax.Array) -> jax.Array:
 
 def attend(block: Params, x: jax.Array) -> jax.Array:
     """Let every character look at those before it."""
-    q, k, v = (
-        part.reshape(BATCH, LENGTH, HEADS, -1)
-        for part in jnp.split(x @ block["qkv"], 3, axis=-1)
-    )
+    parts = jnp.split(x @ block["qkv"], 3, axis=-1)
+    q, k, v = (part.reshape(BATCH, LENGTH, HEADS, -1) for part in parts)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (WIDTH // HEADS) ** -0.5
     past = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
     weights = jax.nn.softmax(jnp.where(past, scores, -1e4), axis=-1)
@@ -99,7 +102,7 @@ def logits(params: Params, letters: jax.Array) -> jax.Array:
     return norm(x) @ params["head"]
 
 
-def loss_in(dtype: str) -> Any:
+def loss_in(dtype: str) -> Callable[[Params, jax.Array], jax.Array]:
     """Make the loss function that computes in a dtype."""
 
     def loss_fn(params: Params, letters: jax.Array) -> jax.Array:
@@ -120,7 +123,9 @@ def train(
     loss_fn = loss_in(dtype)
 
     @jax.jit
-    def step(params: Params, state: Any, letters: jax.Array) -> Any:
+    def step(
+        params: Params, state: optax.OptState, letters: jax.Array
+    ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
         loss, grads = value_and_grad(loss_fn)(state, params, letters)
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss, applied_of(state)
@@ -129,7 +134,8 @@ def train(
     state = tx.init(params)
     recorder = buoy.trace.Recorder(trace) if trace else None
     feed = Feed(recorder) if recorder else None
-    losses, applied = [], []
+    losses = []
+    applied = []
     for _, letters in zip(range(steps), batches(1), strict=False):
         params, state, loss, went = step(params, state, letters)
         losses.append(loss)

@@ -59,7 +59,8 @@ def main(policy: str = "headroom") -> float:
         half.fit(x, spoiled, shuffle=False, verbose=0, callbacks=[watch])
         rows = buoy.trace.load(trace).rows
 
-    reference, loss = (float(m.evaluate(x, y, verbose=0)) for m in (wide, half))
+    reference = float(wide.evaluate(x, y, verbose=0))
+    loss = float(half.evaluate(x, y, verbose=0))
     applied = sum(row.applied for row in rows)
     print(f"Keras on {keras.backend.backend()}, one batch of {len(rows)} spoiled")
     print(f"  FP32, with the correct label  loss {reference:.4f}")

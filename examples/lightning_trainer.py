@@ -78,7 +78,8 @@ def main() -> None:
     if plugin.scaler is not None:
         trace = plugin.scaler.trace
         trace.close()
-        scale, skipped = found["buoy/scale"], found["buoy/skipped"]
+        scale = found["buoy/scale"]
+        skipped = found["buoy/skipped"]
         print(f"scale {scale:g}, {skipped:.0f} steps skipped; trace: {trace.path}")
         print(f"Look at `buoy report {trace.path}`: did the scale settle, and are")
         print("gradients lost at the bottom of the format?")

@@ -22,6 +22,7 @@ parallelism are not supported.
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from buoy.torch import GradScaler
 TARGET = 11  # log2 of the largest gradient in a block; FP16 overflows at 16
 RETREAT = 4.0  # powers of two, if a block overflows
 SINK = 1 / 16  # powers of two per step, if its gradients shrink
+SPAN = 4  # blocks over which the slope of the gradients is measured
+LIMIT = 96  # the largest exponent of a block's scale: FP32 ends at 127
 
 
 class Rescale(torch.autograd.Function):
@@ -42,7 +45,8 @@ class Rescale(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, local: "LocalScales", index: int
     ) -> torch.Tensor:
         """Keep the value."""
-        ctx.local, ctx.index = local, index
+        ctx.local = local
+        ctx.index = index
         return x.view_as(x)
 
     @staticmethod
@@ -89,7 +93,7 @@ class LocalScales(nn.Sequential):
             self._entered[index - 1] = result.abs().amax()
         return result.to(grad.dtype)
 
-    def _unscale(self, index: int) -> Any:
+    def _unscale(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def hook(grad: torch.Tensor) -> torch.Tensor:
             self._left[index].append(grad.abs().amax())
             return grad / 2.0 ** self.exponents[index]
@@ -103,7 +107,8 @@ class LocalScales(nn.Sequential):
         levels = self._guessed()
         for index, level in enumerate(levels):
             if math.isfinite(level):
-                self.exponents[index] = max(-96, min(96, math.floor(TARGET - level)))
+                exponent = math.floor(TARGET - level)
+                self.exponents[index] = max(-LIMIT, min(LIMIT, exponent))
         self._forget()
 
     def _measure(self, index: int) -> None:
@@ -114,25 +119,29 @@ class LocalScales(nn.Sequential):
             return  # a later block has overflowed, or there was no backward pass
         fits = all(map(math.isfinite, left))
         size = math.log2(max([entered, *left] if fits else [entered]))
-        seen, level = size - self.exponents[index], self.levels[index]
+        seen = size - self.exponents[index]
+        level = self.levels[index]
         if math.isnan(level):
             level = seen
-        risen = max(seen, level) + RETREAT
-        self.levels[index] = max(seen, level - SINK) if fits else risen
+        if fits:
+            self.levels[index] = max(seen, level - SINK)
+        else:
+            self.levels[index] = max(seen, level) + RETREAT
 
     def _guessed(self) -> list[float]:
         """Continue the slope of the first known levels to blocks not reached yet."""
         known = [i for i, level in enumerate(self.levels) if not math.isnan(level)]
         if not known:
             return self.levels
-        first, other = known[0], min(known[0] + 4, known[-1])
+        first = known[0]
+        other = min(first + SPAN, known[-1])
         start = self.levels[first]
         slope = (start - self.levels[other]) / max(other - first, 1)
         guess = [start + slope * (first - index) for index in range(first)]
         return guess + self.levels[first:]
 
     def _forget(self) -> None:
-        self._entered: list[Any] = [0.0] * len(self)
+        self._entered: list[torch.Tensor | float] = [0.0] * len(self)
         self._left: list[list[torch.Tensor]] = [[] for _ in self]
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -141,12 +150,15 @@ class LocalScales(nn.Sequential):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore it."""
-        self.exponents, self.levels = list(state["exponents"]), list(state["levels"])
+        self.exponents = list(state["exponents"])
+        self.levels = list(state["levels"])
 
 
 # -- a network that needs it ----------------------------------------------------------
 
-DEPTH, WIDTH, GAIN = 12, 24, 8.0
+DEPTH = 12  # blocks
+WIDTH = 24
+GAIN = 8.0  # by which each block multiplies the gradient
 
 
 class Steeper(torch.autograd.Function):
@@ -168,7 +180,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the block."""
@@ -183,8 +196,9 @@ def train(
     torch.manual_seed(0)
     x = torch.randn(64, 4)
     y = torch.sin(x @ torch.randn(4, 8))
-    blocks = [nn.Linear(4, WIDTH), *(Block() for _ in range(DEPTH))]
-    model = (LocalScales if local else nn.Sequential)(*blocks, nn.Linear(WIDTH, 8))
+    blocks = [Block() for _ in range(DEPTH)]
+    kind = LocalScales if local else nn.Sequential
+    model = kind(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, eps=1e-30)
     # That no single scale trains this network is what the example shows.
     scaler = GradScaler("cpu", enabled=half, on_stuck=lambda _: None, **options)

@@ -26,13 +26,17 @@ def main(path: str) -> None:
     """Train once and write what the gradients were."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    first, phase = torch.randn(4, 32), torch.randn(32)
+    first = torch.randn(4, 32)
+    phase = torch.randn(32)
     second = torch.randn(32, 64) / math.sqrt(32)
     net = nn.Sequential(
         nn.Linear(4, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 64)
     )
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3, eps=1e-15)
-    amax, losses, weights, activations = [], [], [], []
+    amax = []
+    losses = []
+    weights = []
+    activations = []
     for step in range(STEPS):
         x = torch.randn(128, 4)
         y = UNIT * (torch.sin(x @ first + phase) @ second)

@@ -17,7 +17,8 @@ from buoy.torch import GradScaler
 def main() -> None:
     """Train a small network, sharded over all ranks."""
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from buoy.integrations import transformers as buoy_transformers
 
-WORDS, LENGTH = 32, 16
+WORDS = 32
+LENGTH = 16  # words of a row
 
 
 def make_model() -> LlamaForCausalLM:

@@ -26,6 +26,8 @@ from itertools import islice
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -139,8 +141,12 @@ TESTS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 PRELOADED = ("torch", "numpy", "pytest")  # JAX must not be forked
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
 ENOUGH = 0.95
-PASSED, FAILED, INTERRUPTED, INTERNAL = 0, 1, 2, 3  # pytest's exit codes
-DIED = {FAILED, INTERRUPTED, INTERNAL}
+DIED = (
+    pytest.ExitCode.TESTS_FAILED,
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
+)
+OTHER_CODE = 99  # what a run exits with if it has tested other code than the mutant
 
 
 def sources(patterns: tuple[str, ...]) -> list[Path]:
@@ -194,6 +200,11 @@ class Job:
     stages: tuple[tuple[str, ...], ...]
     stage: int = 0
     fate: str = ""  # in the end "killed", "survived" or "timed out"
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """What is run in the present stage."""
+        return self.stages[self.stage]
 
 
 @dataclass
@@ -260,7 +271,7 @@ class Laboratory:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            _run_tests(copy, job.stages[job.stage])
+            _run_tests(copy, job.tests)
         self.running[pid] = Run(job, copy)
 
     def _ended(self) -> Iterator[Run]:
@@ -273,7 +284,7 @@ class Laboratory:
             yield run
             return
         for late, run in list(self.running.items()):
-            limit = self.limits.get(run.job.stages[run.job.stage])
+            limit = self.limits.get(run.job.tests)
             if limit is not None and time.monotonic() - run.started > limit:
                 _end(late)
                 os.waitpid(late, 0)
@@ -284,17 +295,20 @@ class Laboratory:
         time.sleep(0.05)
 
     def _settle(self, run: Run, code: int) -> None:
-        job, stage = run.job, run.job.stages[run.job.stage]
+        """Send a job on to its next stage, or note what became of it."""
+        job = run.job
+        tests = job.tests
         if job.mutant is None:  # how long it takes if nothing is wrong
-            if code != PASSED:
+            if code != pytest.ExitCode.OK:
                 print(_log(run.copy).read_text()[-5000:])
-                sys.exit(f"{' '.join(stage)} fail without any mutant: exit code {code}")
+                sys.exit(f"{' '.join(tests)} fail without any mutant: exit code {code}")
             took = time.monotonic() - run.started
-            self.limits[stage] = 20.0 + 4.0 * took
-            print(f"{took:5.0f} s without a mutant: {' '.join(stage)}", flush=True)
-        elif code != PASSED:
-            if code >= 0 and code not in DIED:
-                sys.exit(f"pytest could not run {' '.join(stage)}: exit code {code}")
+            self.limits[tests] = 20.0 + 4.0 * took
+            print(f"{took:5.0f} s without a mutant: {' '.join(tests)}", flush=True)
+        elif code != pytest.ExitCode.OK:
+            killed_by_signal = code < 0
+            if not killed_by_signal and code not in DIED:
+                sys.exit(f"pytest could not run {' '.join(tests)}: exit code {code}")
             job.fate = "killed"
             return
         job.stage += 1
@@ -315,7 +329,7 @@ def _log(copy: Path) -> Path:
 def _run_tests(copy: Path, arguments: tuple[str, ...]) -> None:
     """Run tests against a copy of src, in a process of its own, and end it."""
     os.setsid()
-    code = INTERNAL
+    code = int(pytest.ExitCode.INTERNAL_ERROR)
     try:
         os.environ["PYTHONPATH"] = str(copy)
         sys.path.insert(0, str(copy))
@@ -324,15 +338,13 @@ def _run_tests(copy: Path, arguments: tuple[str, ...]) -> None:
         for stream in (1, 2):
             os.dup2(said, stream)
 
-        import pytest  # noqa: PLC0415
-
         options = ["-x", "-q", "-o", "addopts=--import-mode=importlib"]
         options += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:doctest"]
         code = int(pytest.main([*options, *arguments]))
         import buoy  # noqa: PLC0415
 
         if not Path(buoy.__file__).is_relative_to(copy):
-            code = 99  # the tests saw other code than the mutant
+            code = OTHER_CODE
     except BaseException:  # noqa: BLE001 - what the parent is told
         traceback.print_exc()
     finally:

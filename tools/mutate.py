@@ -61,15 +61,24 @@ class Mutant:
         """Describe it by what does not move when other lines do."""
         before = self.text[: self.start].rpartition("\n")[2].lstrip()
         after = self.text[self.end :].partition("\n")[0]
-        change = [_one_line(before + part + after) for part in (self.old, self.new)]
-        operator = self.operator + (f" #{self.number}" if self.number > 1 else "")
-        return " :: ".join([self.file, self.function, operator, " => ".join(change)])
+        old = _one_line(before + self.old + after)
+        new = _one_line(before + self.new + after)
+        operator = self.operator
+        if self.number > 1:
+            operator += f" #{self.number}"
+        return f"{self.file} :: {self.function} :: {operator} :: {old} => {new}"
 
     @property
     def diff(self) -> str:
         """Show what is changed."""
-        texts = self.text.splitlines(), self.mutated.splitlines()
-        lines = difflib.unified_diff(*texts, self.file, self.file, n=1, lineterm="")
+        lines = difflib.unified_diff(
+            self.text.splitlines(),
+            self.mutated.splitlines(),
+            self.file,
+            self.file,
+            n=1,
+            lineterm="",
+        )
         return "\n".join(lines)
 
 
@@ -134,9 +143,9 @@ def _changes(  # noqa: PLR0912 - one branch for each operator
 
     def span(part: ast.AST) -> tuple[int, int]:
         placed: ast.expr = part  # type: ignore[assignment]
-        end_line, end = placed.end_lineno or 0, placed.end_col_offset or 0
         start = offsets[placed.lineno - 1] + placed.col_offset
-        return start, offsets[end_line - 1] + end
+        end = offsets[(placed.end_lineno or 0) - 1] + (placed.end_col_offset or 0)
+        return start, end
 
     def source(part: ast.AST) -> str:
         start, end = span(part)

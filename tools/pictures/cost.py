@@ -21,8 +21,14 @@ from benchmarks.torch_step import SIZES, TENSORS, costs  # noqa: E402
 
 COLOURS = {"torch": "#b35900", "buoy": "#0b6bcb"}
 DASHES = {"torch": "6 3", "buoy": ""}
-TOP, BOTTOM, GAP, LEFT = 56, 52, 56, 56
-LOW, HIGH = -1.0, 2.0  # powers of ten, in milliseconds
+# Margins, and the gap between the two charts.
+TOP = 56
+BOTTOM = 52
+LEFT = 56
+GAP = 56
+# The ends of the axis: powers of ten, in milliseconds.
+LOW = -1.0
+HIGH = 2.0
 
 Points = list[tuple[float, float]]
 
@@ -35,13 +41,10 @@ def main() -> None:
     torch.set_num_threads(1)
     half = (WIDTH - LEFT - GAP - 20) / 2
     parts = [label(LEFT, 22, "A step with clipping and fused AdamW on a CPU", "start")]
-    for place, (title, shapes, count) in enumerate(
-        (
-            ("tensors of 1,000 elements", TENSORS, lambda s: s[0]),
-            ("elements, in 10 tensors", SIZES, lambda s: s[0] * s[1]),
-        )
+    for left, title, shapes, count in (
+        (LEFT, "tensors of 1,000 elements", TENSORS, lambda s: s[0]),
+        (LEFT + half + GAP, "elements, in 10 tensors", SIZES, lambda s: s[0] * s[1]),
     ):
-        left = LEFT + place * (half + GAP)
         measured = {shape: costs(shape, rounds) for shape in shapes}
         lines = {
             name: [(math.log10(count(s)), ms[name]) for s, ms in measured.items()]
@@ -53,7 +56,8 @@ def main() -> None:
 
 def panel(title: str, lines: dict[str, Points], left: float, width: float) -> list[str]:
     """Draw one chart."""
-    first, last = lines["buoy"][0][0], lines["buoy"][-1][0]
+    first, _ = lines["buoy"][0]
+    last, _ = lines["buoy"][-1]
 
     def x(power: float) -> float:
         return left + (power - first) / (last - first) * width

@@ -13,8 +13,13 @@ from svg import HEIGHT, WIDTH, label, shape, write
 import buoy
 
 FOLDER = Path(__file__).parents[2] / "docs/_static"
-LEFT, TOP, BOTTOM = 64, 44, 46
-LOW, HIGH = 0.0, 48.0
+# Margins.
+LEFT = 64
+TOP = 44
+BOTTOM = 46
+# The ends of the axis: powers of two.
+LOW = 0.0
+HIGH = 48.0
 COLOURS = {
     "torch": "#b35900",
     "megatron": "#7a3fb0",
@@ -65,9 +70,9 @@ def draw(
     ]
     for result in buoy.replay(trace, list(places)):
         lost = 100 * (result.weight_underflow or 0.0)
-        runs = [edge for run in result.scales() for edge in (run[:1], run[1:2])]
-        heights = [run[2] for run in result.scales() for _ in range(2)]
-        points = [(x(*run), y(h)) for run, h in zip(runs, heights, strict=True)]
+        points = []
+        for start, end, height in result.scales():
+            points += [(x(start), y(height)), (x(end), y(height))]
         colour = COLOURS[result.name]
         style = f'stroke="{colour}" stroke-width="2.2" fill="none"'
         dash = f'stroke-dasharray="{DASHES[result.name]}"'

@@ -15,9 +15,17 @@ from svg import label, shape, write
 
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "benchmarks/headroom/traces/fresh_gpt_wide.json.gz"
-ZERO, NORMAL, TOP = -25, -14, 16  # log2: rounds to 0, has all digits, is infinite
-LOW, HIGH = -52, 26
-LEFT, RIGHT, HEIGHT, GAP = 20, 740, 88, 156
+# Powers of two: what rounds to 0, has all digits, is infinite; the ends of the axis.
+ZERO = -25
+NORMAL = -14
+TOP = 16
+LOW = -52
+HIGH = 26
+# Pixels.
+LEFT = 20
+RIGHT = 740
+HEIGHT = 88
+GAP = 156
 BANDS = [
     (LOW, ZERO, "#d33", 0.16, "becomes 0"),
     (ZERO, NORMAL, "#e90", 0.16, "loses digits"),
@@ -47,8 +55,9 @@ def panel(counts: list[float], low: int, shift: int, base: float) -> list[str]:
     most = max(counts)
     for place, count in enumerate(counts):
         start = low + place + shift
-        lost = start + 1 <= ZERO
-        fill = f'fill="{"#b22" if lost else "#0b6bcb"}" stroke="none"'
+        is_lost = start + 1 <= ZERO
+        colour = "#b22" if is_lost else "#0b6bcb"
+        fill = f'fill="{colour}" stroke="none"'
         height = (HEIGHT - 18) * count / most
         if height > 0.05:
             parts.append(box(start + 0.08, start + 0.92, base, height, fill))
@@ -62,7 +71,8 @@ def panel(counts: list[float], low: int, shift: int, base: float) -> list[str]:
 def main() -> None:
     """Draw both panels and print the shares that the page names."""
     held = json.loads(gzip.decompress(TRACE.read_bytes()))["activations"]
-    counts, low = held["counts"][-1], held["low"]
+    counts = held["counts"][-1]
+    low = held["low"]
     top = low + max(i for i, count in enumerate(counts) if count) + 1
     shift = TOP - 1 - top
     parts = []

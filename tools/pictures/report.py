@@ -71,10 +71,13 @@ def picture(page: Path, out: Path) -> None:
         for flag in (*FLAGS, f"--user-data-dir={folder}"):
             options.add_argument(flag)
         driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
-        size = {"width": 1080, "height": 2440, "mobile": False}
-        driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {**size, "deviceScaleFactor": 0.75}
-        )
+        screen = {
+            "width": 1080,
+            "height": 2440,
+            "deviceScaleFactor": 0.75,
+            "mobile": False,
+        }
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         driver.get(page.as_uri())
         WebDriverWait(driver, 60).until(
             lambda d: d.execute_script("return document.documentElement.dataset.ready")

@@ -4,14 +4,14 @@ from pathlib import Path
 
 __all__ = ["HEIGHT", "WIDTH", "label", "shape", "write"]
 
-WIDTH, HEIGHT = 760, 330
+WIDTH = 760
+HEIGHT = 330
 
 
 def shape(kind: str, points: list[tuple[float, float]], style: str) -> str:
     """Write one line or area."""
-    return (
-        f'<{kind} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in points)}" {style}/>'
-    )
+    places = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+    return f'<{kind} points="{places}" {style}/>'
 
 
 def label(a: float, b: float, text: str, anchor: str, colour: str = "#666") -> str:
