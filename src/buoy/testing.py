@@ -15,19 +15,29 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from buoy._core.bounds import bounds_of
 from buoy._core.codec import decode, encode, register
 from buoy._core.errors import BuoyError, MissingBackendError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar
-from buoy._core.policies.policy import lacks
+from buoy._core.policies.policy import Policy, State, lacks
 from buoy._core.state import Seen, map_state
 from buoy._core.step import MEASUREMENTS
 
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
 __all__ = ["ContractError", "Opaque", "check_policy", "opaque_ops"]
 
-Event = tuple[bool, float, float, float]  # finite, log2 of a size, a share, loss
+
+class _Event(NamedTuple):
+    """What happens in one step."""
+
+    finite: bool
+    size_log2: float
+    share: float
+    loss: float
 
 
 class ContractError(BuoyError, AssertionError):
@@ -35,7 +45,7 @@ class ContractError(BuoyError, AssertionError):
 
 
 def check_policy(
-    policy: Any, *, backends: Iterable[str] | None = None, examples: int = 60
+    policy: Policy, *, backends: Iterable[str] | None = None, examples: int = 60
 ) -> None:
     """Raise `ContractError` unless the policy satisfies every clause of the contract.
 
@@ -62,7 +72,7 @@ def _fail(clause: str, detail: str) -> ContractError:
 # --- shape -------------------------------------------------------------------------
 
 
-def _check_shape(policy: Any) -> None:
+def _check_shape(policy: Policy) -> None:
     if problem := lacks(policy):
         raise _fail("policy", f"{policy!r} is none. {problem}")
     for thing, what in ((policy, "policy"), (policy.init(), "state")):
@@ -84,7 +94,7 @@ def _check_shape(policy: Any) -> None:
 # --- starting elsewhere --------------------------------------------------------------
 
 
-def _check_start(policy: Any) -> None:
+def _check_start(policy: Policy) -> None:
     """Check `init(scale=...)`."""
     if policy.init(scale=None) != policy.init():
         raise _fail("init", "`scale=None` must mean the same as no `scale`")
@@ -92,7 +102,7 @@ def _check_start(policy: Any) -> None:
         scale = 2.0**exponent
         state = policy.init(scale=scale)
         try:
-            expected = replace(policy, init_scale=scale).init()
+            expected = _changed(policy, "init_scale", scale).init()
         except (TypeError, ValueError):  # no such field, or outside its bounds
             expected = state
         if state != expected:
@@ -107,16 +117,26 @@ def _check_start(policy: Any) -> None:
 # --- saving ------------------------------------------------------------------------
 
 
-def _check_codec(policy: Any) -> None:
+def _check_codec(policy: Policy) -> None:
+    """Check that no field is lost when the policy and its state are saved."""
     register(type(policy))
     register(type(policy.init()))
     for value in (policy, policy.init()):
-        for field in (field for field in fields(value) if field.init):
-            varied = _varied(value, field.name)
-            again = decode(json.loads(json.dumps(encode(varied))))
+        for name in _names(value):
+            varied = _varied(value, name)
+            again = _saved_and_read(varied)
             if again != varied or type(again) is not type(varied):
-                detail = f"`{field.name}` of {type(value).__name__} is lost when saved"
+                detail = f"`{name}` of {type(value).__name__} is lost when saved"
                 raise _fail("encode/decode", detail)
+
+
+def _saved_and_read(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value))))
+
+
+def _names(value: Any) -> list[str]:
+    """List the fields of a dataclass that its constructor takes."""
+    return [field.name for field in fields(value) if field.init]
 
 
 def _varied(value: Any, name: str) -> Any:
@@ -124,7 +144,7 @@ def _varied(value: Any, name: str) -> Any:
     now = getattr(value, name)
     for candidate in _candidates(now):
         try:
-            varied = replace(value, **{name: candidate})
+            varied = _changed(value, name, candidate)
         except (TypeError, ValueError):
             continue
         if getattr(varied, name) != now:
@@ -132,7 +152,12 @@ def _varied(value: Any, name: str) -> Any:
     return value
 
 
-def _candidates(now: Any) -> list[Any]:
+def _changed(value: Any, name: str, field: object) -> Any:
+    return replace(value, **{name: field})
+
+
+def _candidates(now: object) -> list[Any]:
+    """List other values of the same kind."""
     if isinstance(now, bool):
         return [not now]
     if isinstance(now, int):
@@ -140,7 +165,7 @@ def _candidates(now: Any) -> list[Any]:
     if isinstance(now, float):
         return [now * 2.0, now / 2.0, now * 1.25, now + 0.125, now - 0.125]
     if is_dataclass(now) and not isinstance(now, type):
-        return [_varied(now, field.name) for field in fields(now) if field.init]
+        return [_varied(now, name) for name in _names(now)]
     if now is None:
         return [2.5, 3, True]
     return []
@@ -149,26 +174,34 @@ def _candidates(now: Any) -> list[Any]:
 # --- histories ---------------------------------------------------------------------
 
 
-def _check_histories(policy: Any, examples: int) -> None:
-    given, settings, histories = _hypothesis()
+def _check_histories(policy: Policy, examples: int) -> None:
+    """Try histories until one breaks a clause; hypothesis then shortens it."""
+    try:
+        from hypothesis import given, settings  # noqa: PLC0415
+    except ImportError as error:
+        message = "`check_policy` needs hypothesis: pip install hypothesis"
+        raise MissingBackendError(message) from error
 
-    def run(history: list[Event]) -> None:
-        with suppress(ScaleCollapsedError):  # giving up, in words, is allowed
-            _walk(policy, history)
-
-    settings(
+    @settings(
         max_examples=examples,
         deadline=None,
         database=None,
         report_multiple_bugs=False,
-    )(given(histories)(run))()
+    )
+    @given(_histories())
+    def run(history: list[_Event]) -> None:
+        with suppress(ScaleCollapsedError):  # giving up, in words, is allowed
+            _walk(policy, history)
+
+    run()
 
 
-def _walk(policy: Any, history: list[Event]) -> None:
+def _walk(policy: Policy, history: list[_Event]) -> None:
+    """Check what must hold in every step of a history."""
     state = policy.init()
     _check_scale(policy, state, "init")
     for event in history:
-        looked = policy.foresee(state, event[3])
+        looked = policy.foresee(state, event.loss)
         _check_scale(policy, looked, "foresee")
         if looked.scale > state.scale:
             raise _fail("foresee", f"raised {state.scale!r} to {looked.scale!r}")
@@ -180,12 +213,12 @@ def _walk(policy: Any, history: list[Event]) -> None:
         if not seen.finite and after.scale > state.scale:
             detail = f"an overflow raised the scale {state.scale!r} to {after.scale!r}"
             raise _fail("overflow", detail)
-        if decode(json.loads(json.dumps(encode(after)))) != after:
+        if _saved_and_read(after) != after:
             raise _fail("encode/decode", f"{after!r} is not read back as it was")
         state = after
 
 
-def _check_scale(policy: Any, state: Any, when: str) -> None:
+def _check_scale(policy: Policy, state: State, when: str) -> None:
     scale = state.scale
     if not (isinstance(scale, float) and math.isfinite(scale) and scale > 0.0):
         raise _fail("finite", f"after {when} the scale is {scale!r}")
@@ -194,25 +227,21 @@ def _check_scale(policy: Any, state: Any, when: str) -> None:
         raise _fail("bounds", f"after {when} {scale!r} is outside {low!r}..{high!r}")
 
 
-def _seen(policy: Any, event: Event) -> Seen:
-    finite, size, share, loss = event
+def _seen(policy: Policy, event: _Event) -> Seen:
+    """Return what a policy is shown of an event: only what it wants."""
     values = {
-        one.name: size if one.in_log2 else share
+        one.name: event.size_log2 if one.in_log2 else event.share
         for one in MEASUREMENTS.values()
         if one.name in policy.wants
     }
-    if "sparse" in policy.wants and loss > 1.0:
+    if "sparse" in policy.wants and event.loss > 1.0:
         values["amax_log2"] = math.nan  # not measured in every step that clips
-    return Seen(finite=finite, **values)
+    return Seen(finite=event.finite, **values)
 
 
-def _hypothesis() -> tuple[Any, Any, Any]:
-    try:
-        from hypothesis import given, settings  # noqa: PLC0415
-        from hypothesis import strategies as st  # noqa: PLC0415
-    except ImportError as error:
-        message = "`check_policy` needs hypothesis: pip install hypothesis"
-        raise MissingBackendError(message) from error
+def _histories() -> "SearchStrategy[list[_Event]]":
+    from hypothesis import strategies as st  # noqa: PLC0415
+
     size = st.one_of(
         st.floats(-40.0, 16.0), st.sampled_from([-math.inf, math.inf, math.nan, 15.99])
     )
@@ -220,11 +249,11 @@ def _hypothesis() -> tuple[Any, Any, Any]:
     loss = st.one_of(
         st.floats(1e-6, 1e6), st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e30])
     )
-    event = st.tuples(st.booleans(), size, share, loss)
-    runs = st.lists(event, max_size=60)
+    event = st.builds(_Event, st.booleans(), size, share, loss)
+    mixed = st.lists(event, max_size=60)
     # Long runs of one kind drive a scale to its bounds, which mixed ones never reach.
-    steady = st.tuples(event, st.integers(100, 400)).map(lambda run: [run[0]] * run[1])
-    return given, settings, st.one_of(runs, steady)
+    steady = st.builds(lambda one, count: [one] * count, event, st.integers(100, 400))
+    return st.one_of(mixed, steady)
 
 
 # --- no host read ------------------------------------------------------------------
@@ -251,23 +280,25 @@ def _reveal(x: Any) -> Any:
     return x._hidden if isinstance(x, Opaque) else x  # noqa: SLF001
 
 
-def _forward(name: str) -> Callable[..., Any]:
-    def operator(self: Opaque, *others: Any) -> Any:
-        hidden = _reveal(self)
-        method = getattr(type(hidden), name, None)
-        result = (
-            NotImplemented if method is None else method(hidden, *map(_reveal, others))
-        )
+def _forward(name: str) -> Callable[..., Opaque]:
+    """Make an operator that computes on the hidden numbers."""
+
+    def operator(self: Opaque, *others: Any) -> Opaque:
+        own = _reveal(self)
+        hidden = [_reveal(x) for x in others]
+        method = getattr(type(own), name, None)
+        result = NotImplemented if method is None else method(own, *hidden)
         if result is NotImplemented:  # int with float: compute as floats
-            method = getattr(float, name)
-            result = method(float(hidden), *(float(_reveal(x)) for x in others))
+            result = getattr(float, name)(float(own), *map(float, hidden))
         return Opaque(result)
 
     return operator
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    def operator(self: Opaque, *_: Any) -> Any:
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    """Make an operator that would read the number."""
+
+    def operator(self: Opaque, *_: object) -> NoReturn:
         del self
         raise _fail("no host read", f"a number was read by {name}")
 
@@ -316,26 +347,32 @@ def opaque_ops() -> Ops:
     return _OPAQUE
 
 
-def _check_no_host_read(policy: Any) -> None:
-    ops, state, plain = opaque_ops(), map_state(Opaque, policy.init()), policy.init()
+def _check_no_host_read(policy: Policy) -> None:
+    """Check that the rule computes on numbers that cannot be read, with one result."""
+    ops = opaque_ops()
+    plain = policy.init()
+    state = map_state(Opaque, policy.init())
     for event in _tour():
         seen = _seen(policy, event)
-        state = policy.foresee(state, Opaque(event[3]), ops=ops)
+        plain = policy.foresee(plain, event.loss)
+        plain = policy.update(plain, seen)
+        state = policy.foresee(state, Opaque(event.loss), ops=ops)
         state = policy.update(state, map_state(Opaque, seen), ops=ops)
-        plain = policy.update(policy.foresee(plain, event[3]), seen)
     if map_state(_reveal, state) != plain:
         raise _fail("no host read", "opaque numbers gave another state than plain ones")
 
 
-def _tour() -> list[Event]:
+def _tour() -> list[_Event]:
     """Make one history that visits every kind of event."""
-    events: list[Event] = []
+    events: list[_Event] = []
     due = MEASUREMENTS["underflow"].due
     for index in range(96):
-        finite = index % 7 != 6 and not 40 <= index < 44
-        size = -math.inf if index % 31 == 30 else float(index % 19) - 6.0
+        several_overflows = 40 <= index < 44
+        finite = index % 7 != 6 and not several_overflows
+        size_log2 = -math.inf if index % 31 == 30 else float(index % 19) - 6.0
         share = 0.01 * (index % 3) if due(index) else math.nan
-        events.append((finite, size, share, 2.0 ** (index % 23 - 11)))
+        loss = 2.0 ** (index % 23 - 11)
+        events.append(_Event(finite, size_log2, share, loss))
     return events
 
 
@@ -347,7 +384,7 @@ def _installed() -> tuple[str, ...]:
     return tuple(name for name in names if importlib.util.find_spec(name))
 
 
-def _check_backend(policy: Any, backend: str) -> None:
+def _check_backend(policy: Policy, backend: str) -> None:
     from buoy._backends.compare import differs  # noqa: PLC0415
 
     if backend not in ("numpy", "torch", "jax"):
