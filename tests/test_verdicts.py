@@ -1,6 +1,7 @@
 """Verdicts: what losses say about a skip, and how it is put into words."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +46,13 @@ def test_a_verdict_without_a_remedy_is_one_sentence():
     assert "No parameter had a gradient." == without.sentences
     assert spoiled.text.endswith("already inf or NaN; go back to a checkpoint")
     assert spoiled.sentences.endswith("already inf or NaN. Go back to a checkpoint.")
+
+
+GUIDE = Path(__file__).parents[1] / "docs/guides/skipped-steps.md"
+
+
+@pytest.mark.parametrize("verdict", [one for one in Verdict if one != "applied"])
+def test_a_verdict_has_a_meaning_and_a_row_in_the_guide(verdict):
+    """Who adds one reads here what is missing."""
+    assert VERDICTS[verdict].seen
+    assert f"\n| `{verdict}` | " in GUIDE.read_text(), f"no row for {verdict}"

@@ -158,8 +158,8 @@ def test_rows_are_taken_as_they_are():
     found = []
     watch = Watch(found.append, 2)
     for step in range(2):
-        watch.note(Row(step, 4.0, 2.0, False, Verdict.BAD_BATCH, offenders=("w",)))
-    watch.note(Row(2, 2.0, 2.0, True, Verdict.APPLIED, norm=1.0))
+        watch.note(Row(step, 4.0, False, Verdict.BAD_BATCH, 2.0, offenders=("w",)))
+    watch.note(Row(2, 2.0, applied=True, next_scale=2.0, norm=1.0))
     assert found == [Stuck(2, 2, 2.0, Verdict.BAD_BATCH, ("w",))]
     assert (watch.steps, watch.skips, watch.streak) == (3, 2, 0)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from buoy._core.replay.trace import Histogram, Trace
     from buoy._core.replay.tune import Tuned, tune
     from buoy._core.state import Seen, Step, Verdict
+    from buoy._core.step import Row
 
 __all__ = [
     "FORMATS",
@@ -57,6 +58,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Replayed",
+    "Row",
     "ScaleCollapsedError",
     "Seen",
     "StateVersionError",
@@ -100,6 +102,7 @@ _HOMES = {
     "_core.policies.registry": "policies policy",
     "_core.replay.compare": "Replayed oracle replay",
     "_core.state": "Seen Step Verdict",
+    "_core.step": "Row",
     "_core.policies.static": "NoScaling Static",
     "_core.replay.trace": "Histogram Trace",
     "_core.replay.tune": "Tuned tune",

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import buoy
+from buoy._core.ring import COLUMNS
 from buoy.jax import (
     IntegerLeafError,
     NoScaleError,
@@ -192,8 +193,8 @@ def damaged(name, value):
         ("steps", jnp.ones(()), "float32.*must be an integer array"),
         ("steps", jnp.zeros(3, int), r"int32 of shape \(3,\)"),
         ("rows", jnp.zeros((64, 3)), r"shape \(64, 3\)"),
-        ("rows", jnp.zeros((0, 7)), r"shape \(0, 7\)"),
-        ("rows", jnp.zeros((9, 7)), "as many as `bad`"),
+        ("rows", jnp.zeros((0, len(COLUMNS))), r"shape \(0, 9\)"),
+        ("rows", jnp.zeros((9, len(COLUMNS))), "as many as `bad`"),
         ("rows", "text", "str"),
         ("bad", jnp.zeros((64, 1), bool), r"shape \(64, 1\)"),
         ("scaling.scale", None, "NoneType"),

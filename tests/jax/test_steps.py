@@ -40,7 +40,7 @@ def test_an_applied_step_tells_its_numbers():
     assert 1 / 65536 == step.amax
     assert 0.5 == step.loss
     assert () == step.offenders
-    assert isinstance(step.read(), buoy.Step)
+    assert isinstance(step, buoy.Row)
     assert "APPLIED" in repr(step)
 
 

@@ -6,7 +6,7 @@ import sys
 import buoy.jax
 
 PUBLIC = """
-BuoyWarning Dtypes Feed IntegerLeafError LastStep LossError LossScaledState MasterState
+BuoyWarning Dtypes Feed IntegerLeafError LossError LossScaledState MasterState
 MissingAxisError NoScaleError NoStepError OptionError
 SeveralScalesError StructureError Stuck StuckError StuckWarning UnboundAxisError
 UnhashablePolicyError applied_of cast last_step loss_scaled master_weights scale_of

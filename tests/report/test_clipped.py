@@ -135,7 +135,7 @@ def test_honest_jax_runs_are_healthy(max_norm, policy, tmp_path):
 def rows(scaled, scales, losses=None):
     """Make rows with these sizes of scaled gradients."""
     some = [
-        Row(i, float(i), scale, True, norm=size / scale, loss=1.0 + i % 7)
+        Row(i, scale, True, norm=size / scale, loss=1.0 + i % 7, time=i)
         for i, (size, scale) in enumerate(zip(scaled, scales, strict=True))
     ]
     return summary(sum_up(Recording("run.buoy", {"ended": 1.0}, some))).headline

@@ -29,12 +29,12 @@ def run(applied, *, scale=2.0**10, amax=2.0, verdicts=None, shots=(), loss=1.0, 
     rows = [
         Row(
             i,
-            float(i),
             scale,
             fine,
             Verdict.APPLIED
             if fine
             else Verdict((verdicts or {}).get(i, "scale_too_high")),
+            time=i,
             amax=amax if fine else math.inf,
             loss=loss,
             offenders=() if fine else ("w",),
@@ -279,7 +279,7 @@ def test_figures_are_the_same_without_numpy(amax, monkeypatch):
 def test_a_logarithmic_axis_is_labelled_over_its_whole_range():
     """Bokeh's own labels leave out the small numbers of a range below two decades."""
     models = pytest.importorskip("bokeh.models")
-    rows = [Row(i, float(i), 1.0, True, norm=2.0 ** (-i)) for i in range(8)]
+    rows = [Row(i, 1.0, True, norm=2.0 ** (-i), time=i) for i in range(8)]
     chart = loss_charts([Run(Recording("run.buoy", rows=rows))], models.Range1d())[
         "norm"
     ]
@@ -294,7 +294,7 @@ def test_a_logarithmic_axis_is_labelled_over_its_whole_range():
 def test_names_of_lines_that_end_together_stay_in_the_chart(losses, side):
     """They are written below each other, towards the middle."""
     models = pytest.importorskip("bokeh.models")
-    rows = [Row(i, float(i), 1.0, True, loss=x) for i, x in enumerate(losses)]
+    rows = [Row(i, 1.0, True, loss=x, time=i) for i, x in enumerate(losses)]
     runs = [Run(Recording(f"{name}.buoy", rows=rows)) for name in "abc"]
     chart = loss_charts(runs, models.Range1d())["loss"]
     (label,) = chart.select({"name": "end loss"})

@@ -128,10 +128,10 @@ def test_nan_is_not_the_same_as_not_measured(tmp_path):
 
 def test_headroom_is_in_bits_below_the_formats_maximum():
     """65504 is 1 bit above 32752; of another format it is that one's maximum."""
-    assert Row(0, 0.0, 2.0, True, amax=16376.0).headroom == pytest.approx(1.0)
-    wide = Row(0, 0.0, 2.0, True, amax=1.0, max_log2=8.0)
+    assert Row(0, 2.0, True, amax=16376.0).headroom == pytest.approx(1.0)
+    wide = Row(0, 2.0, True, amax=1.0, max_log2=8.0)
     assert wide.headroom == 7.0
-    assert Row(0, 0.0, 2.0, False, amax=math.inf).headroom is None
+    assert Row(0, 2.0, False, amax=math.inf).headroom is None
 
 
 @given(

@@ -4,6 +4,7 @@ A front end reads the policy's state from its variables, looks at the gradients,
 `advance`, writes the state back, and applies the gradients times `factor` if `applied`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.start import exponent_of
+from buoy._core.ring import NOT_MEASURED, Measured, line_of
 from buoy._core.state import Seen, map_state, stores_scale
 from buoy._core.step import as_wanted, decide
 
@@ -35,7 +37,7 @@ class Found(NamedTuple):
     bad: Scalar  # bool [gradients]: not finite, or not once unscaled
     finite: Scalar  # bool []: none of them
     amax: Scalar  # float32 []: the largest magnitude
-    norm: Scalar  # float32 []
+    norm: Scalar = None  # float32 []; None: not measured
 
 
 class Advanced(NamedTuple):
@@ -44,7 +46,7 @@ class Advanced(NamedTuple):
     applied: Scalar  # bool []
     state: Any  # the policy's, for the next step
     factor: Scalar  # float32 []: gradients x factor are unscaled
-    row: tuple[Scalar, ...]  # the numbers of `ring.COLUMNS` before the loss
+    line: tuple[Scalar, ...]  # the numbers of `ring.COLUMNS`
 
 
 def advance(
@@ -54,6 +56,7 @@ def advance(
     measured: Mapping[str, Scalar],
     *,
     carried: Scalar,
+    loss: Measured = NOT_MEASURED,
     loss_finite: Scalar = None,
     ops: Ops,
 ) -> Advanced:
@@ -82,13 +85,23 @@ def advance(
         **as_wanted(sizes, exponent_of),
     )
     applied, after, factor = decide(policy, state, seen, inverse=inverse, ops=ops)
-    unscaled = (found.norm * inverse, found.amax * inverse)
-    return Advanced(
+    norm = NOT_MEASURED
+    if found.norm is not None:
+        norm = Measured(_no_nan(found.norm * inverse, ops))
+    line = line_of(
+        single(state.scale, ops),
+        single(after.scale, ops),
         applied,
-        after,
-        factor,
-        (single(state.scale, ops), single(after.scale, ops), applied, *unscaled),
+        norm=norm,
+        amax=Measured(_no_nan(found.amax * inverse, ops)),
+        loss=loss,
     )
+    return Advanced(applied, after, factor, line)
+
+
+def _no_nan(size: Scalar, ops: Ops) -> Scalar:
+    """Replace NaN by inf: a size of gradients that are not finite."""
+    return ops.where(size >= 0.0, size, math.inf)
 
 
 def single(scale: Scalar, ops: Ops) -> Scalar:

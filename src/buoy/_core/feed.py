@@ -37,7 +37,7 @@ def feed(recorder: Records, row: Row, time: float | None = None) -> None:
         >>> import tempfile, buoy.trace
         >>> folder = tempfile.TemporaryDirectory()
         >>> with buoy.trace.Recorder(folder.name + "/run.buoy") as recorder:
-        ...     feed(recorder, Row(0, 8.0, 8.0, True, Verdict.APPLIED, loss=0.5))
+        ...     feed(recorder, Row(0, 8.0, applied=True, loss=0.5))
         >>> [row.loss for row in buoy.trace.load(recorder.path).rows]
         [0.5]
         >>> folder.cleanup()

@@ -6,7 +6,14 @@ from typing import Any
 
 from buoy._core.errors import PolicyError
 
-__all__ = ["FLOAT32_MAX", "FLOAT32_TINY", "FORMATS", "Format", "number_format"]
+__all__ = [
+    "FLOAT32_MAX",
+    "FLOAT32_TINY",
+    "FORMATS",
+    "FP16_MAX_LOG2",
+    "Format",
+    "number_format",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ def _exponent(x: float) -> int:
 
 
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
+FP16_MAX_LOG2 = log2(65504.0)
 FLOAT32_TINY = 2.0**-126
 
 _ROWS = (

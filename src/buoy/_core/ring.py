@@ -5,17 +5,55 @@ stand flags, one per gradient, that say which were not finite.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from buoy._core.ops import Scalar
 from buoy._core.step import Row
 from buoy._core.verdicts import HISTORY, Verdict, judge_losses
 
-__all__ = ["COLUMNS", "LENGTH", "UNKNOWN", "rows_of"]
+__all__ = ["COLUMNS", "LENGTH", "NOT_MEASURED", "Measured", "line_of", "rows_of"]
 
-COLUMNS = ("scale", "next_scale", "applied", "norm", "amax", "loss", "has_loss")
+# What was not measured has a flag: NaN in its place would trip `jax_debug_nans`.
+_MEASURED = ("norm", "amax", "loss")
+COLUMNS = (
+    "scale",
+    "next_scale",
+    "applied",
+    *_MEASURED,
+    *(f"has_{name}" for name in _MEASURED),
+)
 LENGTH = 2 * HISTORY  # steps that a log keeps
-# Sizes are never negative, so -1 marks "not measured"; NaN would trip `jax_debug_nans`.
-UNKNOWN = -1.0
+
+
+class Measured(NamedTuple):
+    """A number on a device, and whether it was measured in this step."""
+
+    number: Scalar  # float32 []
+    known: Scalar = True  # bool []
+
+
+NOT_MEASURED = Measured(0.0, False)
+
+
+def line_of(
+    scale: Scalar,
+    next_scale: Scalar,
+    applied: Scalar,
+    *,
+    norm: Measured = NOT_MEASURED,
+    amax: Measured = NOT_MEASURED,
+    loss: Measured = NOT_MEASURED,
+) -> tuple[Scalar, ...]:
+    """Return the numbers of `COLUMNS` for one step.
+
+    Example:
+        >>> line_of(8.0, 4.0, False, loss=Measured(0.5))
+        (8.0, 4.0, False, 0.0, 0.0, 0.5, False, False, True)
+    """
+    measured = (norm, amax, loss)
+    numbers = [one.number for one in measured]
+    flags = [one.known for one in measured]
+    return (scale, next_scale, applied, *numbers, *flags)
 
 
 def rows_of(
@@ -28,36 +66,39 @@ def rows_of(
     applied steps before it: those of other skipped steps are not usual losses.
 
     Example:
-        >>> rows_of(1, [(8.0, 4.0, 0.0, -1.0, -1.0, 0.5, 1.0)], [[True]], ["w"])
-        [Row(step=0, scale=8.0, next_scale=4.0, applied=False, \
-verdict=<Verdict.SCALE_TOO_HIGH: 'scale_too_high'>, norm=None, amax=None, loss=0.5, \
-offenders=('w',))]
+        >>> line = line_of(8.0, 4.0, False, loss=Measured(0.5))
+        >>> (row,) = rows_of(1, [line], [[True]], ["w"])
+        >>> row.verdict.value, row.norm, row.loss, row.offenders
+        ('scale_too_high', None, 0.5, ('w',))
     """
     length = len(ring)
     read: list[Row] = []
-    losses: list[float] = []
+    losses: list[float] = []  # of the applied steps
     for step in range(max(0, steps - length), steps):
-        row = dict(zip(COLUMNS, map(float, ring[step % length]), strict=True))
-        applied, loss = row["applied"] == 1.0, row["loss"] if row["has_loss"] else None
-        now, before = [] if loss is None else [loss], losses[-HISTORY:]
+        found = dict(zip(COLUMNS, map(float, ring[step % length]), strict=True))
+        measured = {
+            name: found[name] if found[f"has_{name}"] else None for name in _MEASURED
+        }
+        loss = measured["loss"]
+        now = [] if loss is None else [loss]
+        applied = found["applied"] == 1.0
         if applied:
+            verdict = Verdict.APPLIED
             losses += now
+        else:
+            verdict = judge_losses(now, losses[-HISTORY:])
         flags = zip(names, bad[step % length], strict=True)
         read.append(
             Row(
                 step=step,
-                scale=row["scale"],
-                next_scale=row["next_scale"],
+                scale=found["scale"],
+                next_scale=found["next_scale"],
                 applied=applied,
-                verdict=Verdict.APPLIED if applied else judge_losses(now, before),
-                norm=_known(row["norm"]),
-                amax=_known(row["amax"]),
+                verdict=verdict,
+                norm=measured["norm"],
+                amax=measured["amax"],
                 loss=loss,
                 offenders=tuple(name for name, flag in flags if flag),
             )
         )
     return read
-
-
-def _known(number: float) -> float | None:
-    return None if number < 0.0 else number

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from buoy._core.bounds import moved
+from buoy._core.formats import FP16_MAX_LOG2
 from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.state import Seen
@@ -144,22 +145,43 @@ class Decision(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The outcome of one step, as plain numbers; None is "not measured".
+    """The outcome of one step, as plain numbers: in `last_step`, logs and traces.
+
+    All sizes but the scales are those of unscaled values.  None means "not measured":
+    in large models the largest gradient is measured in some steps only, unless the
+    policy uses it.
 
     Example:
-        >>> Row(0, 8.0, 4.0, False, Verdict.BAD_BATCH, loss=3.5).norm is None
-        True
+        >>> row = Row(step=3, scale=65536.0, applied=True, amax=0.5)
+        >>> row.verdict.value, row.norm, round(row.headroom, 2)
+        ('applied', None, 1.0)
     """
 
     step: int
     scale: float  # that this step's loss was multiplied by
-    next_scale: float
     applied: bool
-    verdict: Verdict
-    norm: float | None = None  # of the unscaled gradients, like `amax`
-    amax: float | None = None
+    verdict: Verdict = Verdict.APPLIED
+    next_scale: float | None = None  # None in a recorded run: the next row has it
+    norm: float | None = None  # before clipping; inf if it is not finite
+    amax: float | None = None  # the largest gradient
     loss: float | None = None
     offenders: tuple[str, ...] = ()  # names of the parameters that were not finite
+    collapsed: bool = False  # the policy gave up, on a device; on the host it raises
+    time: float = 0.0  # seconds since 1970, in a recorded run
+    max_log2: float = FP16_MAX_LOG2  # of the format
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights were not updated."""
+        return not self.applied
+
+    @property
+    def headroom(self) -> float | None:
+        """Bits between the largest scaled gradient and the format's maximum."""
+        amax = self.amax
+        if amax is None or not 0.0 < amax < math.inf or not self.scale > 0.0:
+            return None
+        return self.max_log2 - math.log2(amax) - math.log2(self.scale)
 
 
 def decide(

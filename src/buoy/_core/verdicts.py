@@ -1,6 +1,7 @@
 """Verdicts, the reasons for skipped steps: names, a table of meanings, loss rules.
 
-To add one, add a name to `Verdict`, an entry to `VERDICTS`, and the code that sets it.
+To add one, add a name to `Verdict`, an entry to `VERDICTS`, a row to the table in
+`docs/guides/skipped-steps.md`, and the code that sets it.
 """
 
 import enum
@@ -50,6 +51,7 @@ class Meaning:
     seen: str
     remedy: str = ""  # what to do; empty if nothing
     normal: bool = False  # expected now and then in a healthy run
+    overflow: bool = True  # some number was not finite
     curable: bool = False  # the same batch may succeed at a lower scale
     grave: bool = False  # no scale cures it: the user must act
     marker: str = "circle"  # in the report's charts
@@ -67,7 +69,11 @@ class Meaning:
 
 
 VERDICTS = {
-    Verdict.APPLIED: Meaning(seen="the step was applied", normal=True),
+    Verdict.APPLIED: Meaning(
+        seen="the step was applied",
+        normal=True,
+        overflow=False,
+    ),
     Verdict.SCALE_TOO_HIGH: Meaning(
         seen="the scale was too high",
         remedy="this is normal, the scale falls by itself",
@@ -111,9 +117,13 @@ VERDICTS = {
         curable=True,
         marker="star",
     ),
-    Verdict.NO_GRADS: Meaning(seen="no parameter had a gradient"),
+    Verdict.NO_GRADS: Meaning(
+        seen="no parameter had a gradient",
+        overflow=False,
+    ),
     Verdict.SPIKE: Meaning(
         seen="the gradient norm was far above its usual range: the spike guard acted",
+        overflow=False,
         marker="triangle",
     ),
 }

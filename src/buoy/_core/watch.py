@@ -33,7 +33,6 @@ __all__ = [
 PATIENCE = 50
 _CEILING = 2.0**64  # the highest scale of `Backoff` and `Headroom`
 _NOTHING = 2.0**-40  # norm of gradients that move no weight
-_NO_OVERFLOW = (Verdict.SPIKE, Verdict.NO_GRADS)  # skipped for another reason
 _QUIET = 20  # clean steps between two lines, unless an episode has doubled
 
 
@@ -196,10 +195,11 @@ class Watch:
 
     def note(self, row: Row, look: Look | None = None) -> None:
         """Add a step's row; may warn or raise.  See `skipped` for `look`."""
+        scale = row.scale if row.next_scale is None else row.next_scale
         if row.applied:
-            self.applied(row.next_scale, norm=row.norm, amax=row.amax)
+            self.applied(scale, norm=row.norm, amax=row.amax)
         else:
-            self.skipped(row.next_scale, row.verdict, row.offenders, look=look)
+            self.skipped(scale, row.verdict, row.offenders, look=look)
 
     def applied(
         self,
@@ -278,14 +278,19 @@ class Watch:
         if self.steps - self._logged_at < _QUIET and self._episode < 2 * self._logged:
             return  # log it together with the next one
         cause = max(self._verdicts, key=lambda verdict: self._verdicts[verdict])
-        meaning, after = VERDICTS[cause], _number(scale)
-        normal, end = meaning.normal, f"settled at {_power(after)}"
+        meaning = VERDICTS[cause]
+        normal = meaning.normal
+        after = _number(scale)
+        end = f"settled at {_power(after)}"
         if after <= MIN_SCALE:
-            normal, end = False, f"fell to {_power(after)}, where FP16 gradients are 0"
-        title = "overflow" if self._ever_clean else "warm-up"
-        text = "normal" if normal else f"{cause.value}, {meaning.text}"
-        if cause in _NO_OVERFLOW:
-            title, text = cause.value, meaning.text
+            normal = False
+            end = f"fell to {_power(after)}, where FP16 gradients are 0"
+        if not meaning.overflow:
+            title = cause.value
+            text = meaning.text
+        else:
+            title = "overflow" if self._ever_clean else "warm-up"
+            text = "normal" if normal else f"{cause.value}, {meaning.text}"
         self._log.log(
             logging.INFO if normal else logging.WARNING,
             "%s: %d skipped, %s: %s",
@@ -294,8 +299,11 @@ class Watch:
             end,
             text,
         )
-        self._logged, self._logged_at = self._episode, self.steps
-        self._episode, self._verdicts, self._first = 0, {}, ()
+        self._logged = self._episode
+        self._logged_at = self.steps
+        self._episode = 0
+        self._verdicts = {}
+        self._first = ()
 
 
 def _all_zero(zeros: int, scale: float) -> Stuck:

@@ -141,12 +141,12 @@ class Run:
             verdict = self._scaler.last_step.verdict  # type: ignore[union-attr]
         return Row(
             step=number,
-            time=time.time(),
             scale=scale,
             applied=applied,
             verdict=verdict,
             amax=amax,
             loss=loss,
+            time=time.time(),
         )
 
 

@@ -42,7 +42,7 @@ from buoy.jax.gradients import value_and_grad
 from buoy.jax.masters import MasterState, master_weights
 from buoy.jax.record import Feed
 from buoy.jax.state import LossScaledState
-from buoy.jax.step import LastStep, applied_of, last_step
+from buoy.jax.step import applied_of, last_step
 from buoy.jax.transform import loss_scaled
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "Dtypes",
     "Feed",
     "IntegerLeafError",
-    "LastStep",
     "LossError",
     "LossScaledState",
     "MasterState",

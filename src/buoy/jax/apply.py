@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from buoy._backends.jax import ops
+from buoy._core.ops import Scalar
 from buoy._core.policies.policy import Policy
-from buoy._core.ring import UNKNOWN
+from buoy._core.ring import NOT_MEASURED, Measured, line_of
 from buoy._core.state import Seen
 from buoy._core.step import Measurement, as_wanted, decide, schedule
 from buoy.jax import foresight, leaves
@@ -81,13 +82,19 @@ def advance(
         (grads, state.inner, params),
         branch=branch,
     )
-    amax = _amax(looked, scales)
-    numbers = (before.scale, after.scale, applied, _no_nan(norm), amax, looked.loss)
+    line = line_of(
+        before.scale,
+        after.scale,
+        applied,
+        norm=Measured(_no_nan(norm)),
+        amax=_amax(looked, scales),
+        loss=NOT_MEASURED if looked.loss is None else Measured(looked.loss),
+    )
     return updates, LossScaledState(
         scaling=after,
         inner=inner,
         steps=state.steps + 1,
-        rows=_written(state.rows, _row(numbers), state.steps),
+        rows=_written(state.rows, _stacked(line), state.steps),
         bad=_written(state.bad, looked.bad, state.steps),
         plan=state.plan,
     )
@@ -156,7 +163,11 @@ def _look(
     wants = options.policy.wants
     measured = measure(flat, scales.lowered, steps, wants, branch=branch)
     number = None if loss is None else foresight.number_of(loss)
-    return agreed(looked._replace(measured=measured, loss=number), options.axes)
+    found = agreed(looked._replace(measured=measured, loss=number), options.axes)
+    if found.amax is None or due is True:
+        return found
+    # Only now: NaN is sent to other devices as inf, which is an overflow.
+    return found._replace(amax=jnp.where(due, found.amax, jnp.nan))
 
 
 def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -> Seen:
@@ -210,12 +221,13 @@ def _inner(
     return updates, after
 
 
-def _amax(looked: Survey, scales: _Scales) -> jax.Array | None:
+def _amax(looked: Survey, scales: _Scales) -> Measured:
     """Return the largest unscaled gradient, if it was measured."""
     if looked.amax is None:
-        return None
+        return NOT_MEASURED
+    known = jnp.logical_not(jnp.isnan(looked.amax))
     unscaled = _no_nan(looked.amax * scales.inverse)
-    return jnp.where(looked.amax < 0.0, UNKNOWN, unscaled)
+    return Measured(jnp.where(known, unscaled, 0.0), known)
 
 
 def _no_nan(number: jax.Array) -> jax.Array:
@@ -226,12 +238,8 @@ def _no_nan(number: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(number), jnp.inf, number)
 
 
-def _row(numbers: Sequence[Any]) -> jax.Array:
-    """Stack the numbers of `COLUMNS`; the last is whether there is a loss."""
-    known = jnp.asarray(numbers[-1] is not None)
-    return jnp.stack(
-        [UNKNOWN if x is None else x.astype(jnp.float32) for x in (*numbers, known)]
-    )
+def _stacked(line: Sequence[Scalar]) -> jax.Array:
+    return jnp.stack([jnp.asarray(number, jnp.float32) for number in line])
 
 
 def _written(ring: jax.Array, row: jax.Array, steps: jax.Array) -> jax.Array:

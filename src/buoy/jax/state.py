@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from buoy._core.policies.policy import Policy
-from buoy._core.ring import COLUMNS, UNKNOWN
+from buoy._core.ring import COLUMNS
 from buoy._core.state import numbers
 from buoy.jax.errors import StructureError, UnhashablePolicyError
 
@@ -90,7 +90,7 @@ def initial_state(
         scaling=scaling,
         inner=inner,
         steps=jnp.zeros((), jnp.int32),
-        rows=jnp.full((history, len(COLUMNS)), UNKNOWN, jnp.float32),
+        rows=jnp.zeros((history, len(COLUMNS)), jnp.float32),
         bad=jnp.zeros((history, len(plan.names)), jnp.bool_),
         plan=plan,
     )

@@ -1,4 +1,4 @@
-"""The outcome of the last step, kept on the device until a field is read."""
+"""The outcome of the last steps, read from the device."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from buoy._core.errors import DeviceModeError
 from buoy._core.ring import COLUMNS, rows_of
-from buoy._core.state import Step
 from buoy._core.step import Row
 from buoy._core.verdicts import Verdict
 from buoy.jax.errors import NoStepError, StructureError
@@ -15,7 +14,7 @@ from buoy.jax.find import find
 from buoy.jax.leaves import dtype_of
 from buoy.jax.state import LossScaledState
 
-__all__ = ["LastStep", "applied_of", "check_concrete", "last_step", "read_rows"]
+__all__ = ["applied_of", "check_concrete", "last_step", "read_rows"]
 
 
 def applied_of(opt_state: Any) -> jax.Array:
@@ -38,11 +37,10 @@ def applied_of(opt_state: Any) -> jax.Array:
     return jnp.take_along_axis(column, last[..., None], axis=-1)[..., 0] == 1
 
 
-def last_step(opt_state: Any, params: Any = None) -> "LastStep":
-    """Return the outcome of the last step.  Only reading a field waits for the device.
+def last_step(opt_state: Any, params: Any = None) -> Row:
+    """Return the outcome of the last step; this waits for the device.
 
-    If you pass `params`, the verdict also detects non-finite weights.  If your step
-    donates its state, read the fields before the next step.
+    If you pass `params`, the verdict also detects non-finite weights.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -57,100 +55,18 @@ def last_step(opt_state: Any, params: Any = None) -> "LastStep":
     """
     state = find(opt_state)
     check_concrete(state, "last_step")
-    return LastStep(state, params)
-
-
-class LastStep:
-    """The outcome of one step; see `last_step`."""
-
-    __slots__ = ("_params", "_read", "_state", "_verdict")
-
-    def __init__(self, state: LossScaledState, params: Any) -> None:
-        self._state = state
-        self._params = params
-        self._read: list[Row] | None = None
-        self._verdict: Verdict | None = None
-
-    @property
-    def applied(self) -> bool:
-        """Whether the weights were updated."""
-        return self._last.applied
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the weights were not updated."""
-        return not self.applied
-
-    @property
-    def scale(self) -> float:
-        """The scale of this step's backward pass."""
-        return self._last.scale
-
-    @property
-    def next_scale(self) -> float:
-        """The scale that the policy set for the next step."""
-        return self._last.next_scale
-
-    @property
-    def norm(self) -> float | None:
-        """The unscaled norm, before clipping; inf if it is not finite."""
-        return self._last.norm
-
-    @property
-    def amax(self) -> float | None:
-        """The largest unscaled gradient, if it was measured."""
-        return self._last.amax
-
-    @property
-    def loss(self) -> float | None:
-        """The loss, if `value=loss` was passed to `update`."""
-        return self._last.loss
-
-    @property
-    def offenders(self) -> tuple[str, ...]:
-        """Key paths of the gradients that were not finite."""
-        return self._last.offenders
-
-    @property
-    def collapsed(self) -> bool:
-        """Whether the policy gave up at this step, as some presets do."""
-        flag = getattr(self._state.scaling, "collapsed", None)
-        return flag is not None and bool(flag)
-
-    @property
-    def verdict(self) -> Verdict:
-        """The reason for a skip, or `applied`."""
-        if self._verdict is None:
-            self._verdict = self._last.verdict
-            if self.skipped and _poisoned(self._state.inner, self._params):
-                self._verdict = Verdict.POISONED
-        return self._verdict
-
-    def read(self) -> Step:
-        """Read all fields."""
-        return Step(
-            applied=self.applied,
-            scale=self.scale,
-            next_scale=self.next_scale,
-            verdict=self.verdict,
-            norm=self.norm,
-            offenders=self.offenders,
+    rows = read_rows(state)
+    if not rows:
+        message = (
+            "No step has been taken with this state yet. Call `tx.update` first, "
+            "and pass the state that it returned."
         )
-
-    def __repr__(self) -> str:
-        return repr(self.read())
-
-    @property
-    def _last(self) -> Row:
-        if self._read is None:
-            self._read = read_rows(self._state)
-        if not self._read:
-            message = (
-                "No step has been taken with this state yet. Call `tx.update` first, "
-                "and pass the state that it returned."
-            )
-            raise NoStepError(message)
-        return self._read[-1]
+        raise NoStepError(message)
+    gave_up = getattr(state.scaling, "collapsed", None)
+    last = rows[-1]._replace(collapsed=gave_up is not None and bool(gave_up))
+    if last.skipped and _poisoned(state.inner, params):
+        last = last._replace(verdict=Verdict.POISONED)
+    return last
 
 
 def check_concrete(state: LossScaledState, caller: str) -> None:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from buoy._backends.jax import count_small
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.ring import UNKNOWN
 from buoy._core.step import MEASUREMENTS, SMALL, bounded_norm, sample_stride
 from buoy.jax.agree import devices_of, furthest, largest, total
 from buoy.jax.leaves import is_narrow, real_of
@@ -26,7 +25,7 @@ class Survey(NamedTuple):
 
     bad: jax.Array  # bool [leaves]: not finite, or not once unscaled
     norm: jax.Array  # float32 []
-    amax: jax.Array | None  # float32 []: the largest magnitude; UNKNOWN if not due
+    amax: jax.Array | None  # float32 []: the largest magnitude; 0 if not due
     measured: dict[str, jax.Array]  # float32 [], by `MEASUREMENTS`; NaN if not due
     loss: jax.Array | None = None  # float32 []: before scaling, if it is known
 
@@ -40,7 +39,7 @@ def survey(
 ) -> Survey:
     """Read every gradient once; `inverse` is 1 / scale.
 
-    `amax`: whether to measure the largest magnitude.  With `branch`, this and the
+    `amax`: whether the largest magnitude is due.  With `branch`, this and the
     second pass run only if they are needed.
     """
     if not leaves:
@@ -95,9 +94,8 @@ def _top_of(leaves: Sequence[Any]) -> jax.Array:
 
 
 def _no_top(leaves: Sequence[Any]) -> jax.Array:
-    # Not NaN, which is sent to other devices as inf: that is an overflow.
     del leaves
-    return jnp.full((), UNKNOWN, jnp.float32)
+    return jnp.zeros((), jnp.float32)
 
 
 def _overflows(sizes: list[jax.Array], inverse: jax.Array) -> jax.Array:

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from buoy._core.advance import Found
 from buoy._core.errors import OptionError
-from buoy._core.ring import UNKNOWN
 from buoy.keras.scaling import Grads, Looked, Scaling
 
 __all__ = ["apply_together", "are_replicas"]
@@ -71,7 +70,7 @@ def _agreed(everyone: Any) -> Looked:
             bad=bad,
             finite=tf.reduce_all(tf.stack(found.finite)),
             amax=tf.reduce_max(tf.stack(found.amax)),
-            norm=tf.constant(UNKNOWN),  # of the sum of the gradients, not made yet
+            norm=None,  # of the sum of the gradients, which is not made yet
         ),
         {name: tf.reduce_max(tf.stack(each)) for name, each in measured.items()},
         None if told[0] is None else tf.reduce_all(tf.stack(told)),

@@ -180,11 +180,12 @@ class Scaling:
             looked.found,
             looked.measured,
             carried=scale if scaled else kops.ones_like(scale),
+            loss=self._built.kept_loss(),
             loss_finite=looked.loss_finite,
             ops=backend().ops,
         )
         self._built.write(made.state)
-        self._built.log(made.row, looked.found.bad)
+        self._built.log(made.line, looked.found.bad)
         return made.applied, made.factor
 
     @property

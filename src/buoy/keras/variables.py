@@ -11,7 +11,8 @@ from typing import Any
 import keras
 from keras import ops as kops
 
-from buoy._core.ring import COLUMNS, LENGTH, rows_of
+from buoy._core.ops import Scalar
+from buoy._core.ring import COLUMNS, LENGTH, Measured, rows_of
 from buoy._core.state import numbers, with_numbers
 from buoy._core.step import Row
 from buoy.keras.backend import backend
@@ -64,12 +65,18 @@ class Variables:
         self.loss.assign(loss)
         self.has_loss.assign(kops.ones((), "bool"))
 
-    def log(self, row: Sequence[Any], bad: Any) -> None:
-        """Store the row of a step, and count the step."""
+    def kept_loss(self) -> Measured:
+        """Return the loss of this step, if there was one."""
+        return Measured(
+            kops.convert_to_tensor(self.loss), kops.convert_to_tensor(self.has_loss)
+        )
+
+    def log(self, line: Sequence[Scalar], bad: Any) -> None:
+        """Store the line of a step in the log, and count the step."""
         turn = kops.convert_to_tensor(self.turn)
-        numbers = [kops.cast(x, "float32") for x in (*row, self.loss, self.has_loss)]
-        line = kops.concatenate([kops.stack(numbers), kops.cast(bad, "float32")])
-        _write_row(self._log, turn % LENGTH, line)
+        numbers = [kops.cast(x, "float32") for x in line]
+        whole = kops.concatenate([kops.stack(numbers), kops.cast(bad, "float32")])
+        _write_row(self._log, turn % LENGTH, whole)
         self.turn.assign(turn + 1)
         self.has_loss.assign(kops.zeros((), "bool"))
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from buoy._core.clipped import find_threshold
 from buoy._core.formats import FORMATS, Format
+from buoy._core.step import Row
 from buoy._core.verdicts import Verdict
 from buoy._core.watch import PATIENCE, is_idle, window_of
 from buoy.trace.columns import Rows, columns_of
 from buoy.trace.counts import Counts
 from buoy.trace.recording import Recording, Shot
-from buoy.trace.row import Row
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -115,7 +115,7 @@ def sum_up(recording: Recording) -> Facts:
 
     Example:
         >>> from buoy.trace import Recording, Row
-        >>> rows = [Row(i, float(i), 2.0**16, i > 0, amax=0.25) for i in range(4)]
+        >>> rows = [Row(i, 2.0**16, i > 0, amax=0.25, time=i) for i in range(4)]
         >>> found = sum_up(Recording("run.buoy", rows=rows))
         >>> found.steps, found.skipped, round(found.headroom, 2)
         (4, 1, 2.0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bokeh.models import GlyphRenderer, Range1d
     from bokeh.plotting import figure
 
-    from buoy.trace.row import Row
+    from buoy._core.step import Row
 
 __all__ = [
     "Line", "curve", "curves", "end_labels", "headroom_chart", "loss_charts", "powers",

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from buoy._core.step import Row
 from buoy._core.text import printable
 from buoy._core.watch import window_of
 from buoy.report.facts import Facts, sum_up
 from buoy.report.words import Summary, power, share, summary
 from buoy.report.words import bits as bits_of
 from buoy.trace.recording import Recording, load
-from buoy.trace.row import Row
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

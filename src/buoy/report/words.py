@@ -30,7 +30,7 @@ def summary(found: Facts) -> Summary:
     Example:
         >>> from buoy.report.facts import sum_up
         >>> from buoy.trace import Recording, Row
-        >>> rows = [Row(i, float(i), 2.0**16, True, amax=0.25) for i in range(100)]
+        >>> rows = [Row(i, 2.0**16, True, amax=0.25, time=i) for i in range(100)]
         >>> summary(sum_up(Recording("run.buoy", rows=rows))).headline
         'Healthy: nothing was skipped'
     """

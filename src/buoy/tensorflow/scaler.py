@@ -16,9 +16,10 @@ from buoy._core.advance import advance, capped, foreseen, single
 from buoy._core.bounds import initial
 from buoy._core.errors import CallOrderError, OptionError
 from buoy._core.loss_flag import LossFlag
+from buoy._core.ops import Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
-from buoy._core.ring import COLUMNS, LENGTH, rows_of
+from buoy._core.ring import COLUMNS, LENGTH, Measured, rows_of
 from buoy._core.state import numbers, with_numbers
 from buoy._core.step import MEASUREMENTS, Row
 
@@ -142,11 +143,12 @@ class LossScaler(tf.Module):
             look(there, 1.0 / scale),
             self._measured(there, scale),
             carried=scale,
+            loss=Measured(tf.identity(self._loss), tf.identity(self._has_loss)),
             loss_finite=self._loss_flag.take(program_now()),
             ops=_OPS,
         )
         self._write(made.state)
-        self._conclude(made.row)
+        self._conclude(made.line)
 
         def apply() -> tf.Tensor:
             unscaled = [_times(grad, made.factor) for grad in grads]
@@ -167,11 +169,11 @@ class LossScaler(tf.Module):
             if name in self.policy.wants
         }
 
-    def _conclude(self, row: Sequence[Any]) -> None:
-        numbers = [tf.cast(x, tf.float32) for x in (*row, self._loss, self._has_loss)]
+    def _conclude(self, line: Sequence[Scalar]) -> None:
+        """Store the line of a step in the log, and count the step."""
+        numbers = tf.stack([tf.cast(x, tf.float32) for x in line])
         index = tf.identity(self._turn) % LENGTH
-        line = tf.IndexedSlices(tf.stack(numbers)[None], index[None])
-        self._log.scatter_update(line)
+        self._log.scatter_update(tf.IndexedSlices(numbers[None], index[None]))
         self._turn.assign_add(1)
         self._has_loss.assign(False)
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from buoy._core.replay.trace import Histogram, Trace
+from buoy._core.step import Row
 from buoy.trace.read import read
 from buoy.trace.synthetic import KINDS, synthetic
 from buoy.trace.write import write
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from buoy.trace.outlet import Sink
     from buoy.trace.record import Recorder, TraceWarning
     from buoy.trace.recording import Recording, Shot, load
-    from buoy.trace.row import Row
 
 __all__ = [
     "KINDS",
@@ -42,7 +42,6 @@ _HOMES = {
     "Counts": "counts",
     "Recorder": "record",
     "Recording": "recording",
-    "Row": "row",
     "Shot": "recording",
     "Sink": "outlet",
     "TraceWarning": "record",

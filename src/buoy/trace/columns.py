@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 from buoy._core.state import Verdict
-from buoy.trace.row import Row
+from buoy._core.step import Row
 
 __all__ = ["MEASURED", "Rows", "columns_of"]
 
@@ -24,7 +24,7 @@ class Rows(Sequence[Row]):
     that are given out tell one from the other.
 
     Example:
-        >>> rows = Rows.of([Row(3, 0.0, 8.0, True, amax=0.5), Row(4, 1.0, 8.0, False)])
+        >>> rows = Rows.of([Row(3, 8.0, True, amax=0.5), Row(4, 8.0, False)])
         >>> rows.scale, rows.amax, rows.skipped
         (array('d', [8.0, 8.0]), array('d', [0.5, nan]), [1])
         >>> rows[-1].amax is None
@@ -92,16 +92,16 @@ class Rows(Sequence[Row]):
 
     def _row(self, at: int) -> Row:
         return Row(
-            self.step[at],
-            self.time[at],
-            self.scale[at],
-            bool(self.applied[at]),
-            self.verdicts.get(at, Verdict.APPLIED),
-            self._measured("norm", at),
-            self._measured("amax", at),
-            self._measured("loss", at),
-            self.offenders.get(at, ()),
-            self.max_log2[at],
+            step=self.step[at],
+            scale=self.scale[at],
+            applied=bool(self.applied[at]),
+            verdict=self.verdicts.get(at, Verdict.APPLIED),
+            norm=self._measured("norm", at),
+            amax=self._measured("amax", at),
+            loss=self._measured("loss", at),
+            offenders=self.offenders.get(at, ()),
+            time=self.time[at],
+            max_log2=self.max_log2[at],
         )
 
     def _measured(self, name: str, at: int) -> float | None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from buoy.trace.row import Row
+from buoy._core.step import Row
 
 __all__ = ["PATIENCE", "Outlet", "Sink"]
 

@@ -17,9 +17,9 @@ from typing import Any, Self
 from buoy._core.errors import OptionError
 from buoy._core.formats import number_format
 from buoy._core.state import Verdict
+from buoy._core.step import Row
 from buoy._version import __version__
 from buoy.trace.outlet import Sink
-from buoy.trace.row import Row
 from buoy.trace.writer import Tensors, Writer
 
 __all__ = ["EVERY", "Recorder", "TraceWarning"]
@@ -122,16 +122,16 @@ class Recorder:
             verdict = Verdict.SCALE_TOO_HIGH
         self._writer.put(
             Row(
-                number,
-                clock.time() if time is None else time,
-                scale,
-                applied,
-                _verdict(verdict),
-                norm,
-                amax,
-                loss,
-                tuple(offenders),
-                self._max_log2,
+                step=number,
+                scale=scale,
+                applied=applied,
+                verdict=_verdict(verdict),
+                norm=norm,
+                amax=amax,
+                loss=loss,
+                offenders=tuple(offenders),
+                time=clock.time() if time is None else time,
+                max_log2=self._max_log2,
             )
         )
         if self._writer.news:

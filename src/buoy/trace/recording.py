@@ -15,11 +15,10 @@ from typing import Any
 from urllib.parse import quote
 
 from buoy._core.errors import TraceError
-from buoy._core.formats import FORMATS
-from buoy._core.replay.trace import FP16_MAX_LOG2
+from buoy._core.formats import FORMATS, FP16_MAX_LOG2
+from buoy._core.step import Row
 from buoy.trace.counts import Counts, unpack, unpacked_size
 from buoy.trace.files import check_readable
-from buoy.trace.row import Row
 from buoy.trace.row_reader import COLUMNS, MOST_ROWS, Tensors, odd_entry, read_rows
 from buoy.trace.schema import APPLICATION, MAGIC, TABLES, VERSION
 

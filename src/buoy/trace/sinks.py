@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import MissingBackendError
-from buoy.trace.row import Row
+from buoy._core.step import Row
 
 __all__ = ["JsonLines", "Logging", "MLflow", "TensorBoard", "WandB", "values"]
 
@@ -29,7 +29,7 @@ def values(row: Row) -> dict[str, float]:
     """Return the finite numbers of a step, by name.
 
     Example:
-        >>> values(Row(7, 0.0, 1024.0, False, norm=math.inf, loss=0.5))
+        >>> values(Row(7, 1024.0, False, norm=math.inf, loss=0.5))
         {'scale': 1024.0, 'skipped': 1.0, 'loss': 0.5}
     """
     known = {
@@ -63,7 +63,7 @@ class JsonLines:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     sink = JsonLines(folder + "/run.jsonl")
-        ...     sink.write([Row(0, 0.0, 2.0, True, loss=0.5)])
+        ...     sink.write([Row(0, 2.0, True, loss=0.5, time=0.0)])
         ...     sink.close()
         ...     print(Path(folder, "run.jsonl").read_text(), end="")
         {"step": 0, "time": 0.0, "applied": true, "scale": 2.0, "loss": 0.5}
@@ -108,7 +108,7 @@ class Logging:
     """Log a line every few steps, and one for every skipped step, with `logging`.
 
     Example:
-        >>> Logging(every=100).write([Row(1, 0.0, 2.0, True)])  # not a hundredth
+        >>> Logging(every=100).write([Row(1, 2.0, True)])  # not a hundredth
     """
 
     def __init__(self, logger: str = "buoy.trace", every: int = 100) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import TraceError
+from buoy._core.step import Row
 from buoy.trace.counts import Counts, Kind, pack
-from buoy.trace.row import Row
 from buoy.trace.schema import APPLICATION, TABLES, VERSION
 
 __all__ = ["Store"]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from buoy._core.errors import BuoyError
+from buoy._core.step import Row
 from buoy.trace.counts import Counts
 from buoy.trace.outlet import PATIENCE, Outlet, Sink
-from buoy.trace.row import Row
 from buoy.trace.store import Store
 
 __all__ = ["Batch", "Snapshot", "Tensors", "Writer"]

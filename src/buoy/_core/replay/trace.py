@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from buoy._core.errors import TraceError
+from buoy._core.formats import FP16_MAX_LOG2
 
 __all__ = [
-    "FP16_MAX_LOG2",
     "FP16_ZERO_LOG2",
     "Histogram",
     "Trace",
     "is_trace",
 ]
 
-FP16_MAX_LOG2 = math.log2(65504.0)
 _WILD = 1e4  # a log2 beyond every format
 FP16_ZERO_LOG2 = -25.0  # half the smallest subnormal: what is below rounds to zero
 
