@@ -22,7 +22,7 @@ ROWS = {
 
 
 def scale_after(policy: buoy.Policy, events: str) -> float:
-    """Give the scale after a history, 1 = finite."""
+    """Return the scale after a history, 1 = finite."""
     state = policy.init()
     for event in events:
         state = policy.update(state, buoy.Seen(finite=event == "1"))
@@ -30,7 +30,7 @@ def scale_after(policy: buoy.Policy, events: str) -> float:
 
 
 def first_growth(policy: buoy.Policy) -> int:
-    """Give the clean step at which the scale first moves."""
+    """Return the clean step at which the scale first moves."""
     start = policy.init().scale
     return next(n for n in range(1, 99) if scale_after(policy, "1" * n) > start)
 
@@ -39,12 +39,13 @@ def power(scale: float) -> str:
     """Write a scale as a power of two where it is one."""
     if scale == 1.0:
         return "1"
-    exponent = math.log2(scale) if scale > 0 else 0.5
-    return f"2^{exponent:.0f}" if exponent == int(exponent) else f"{scale:.3g}"
+    if scale > 0 and math.log2(scale).is_integer():
+        return f"2^{math.log2(scale):.0f}"
+    return f"{scale:.3g}"
 
 
 def after_overflows(policy: buoy.Policy, count: int) -> str:
-    """Give the scale after some overflows in a row."""
+    """Return the scale after some overflows in a row."""
     try:
         return power(scale_after(policy, "0" * count))
     except buoy.ScaleCollapsedError:
@@ -52,12 +53,13 @@ def after_overflows(policy: buoy.Policy, count: int) -> str:
 
 
 def growth(policy: buoy.Policy) -> str:
-    """Give the clean step at which the scale first rises."""
+    """Return the clean step at which the scale first rises."""
     state = policy.init()
-    start, seen = state.scale, buoy.Seen(finite=True, amax_log2=0.0)
+    first = state.scale
+    clean = buoy.Seen(finite=True, amax_log2=0.0)
     for step in range(1, 2500):
-        state = policy.update(state, seen)
-        if state.scale > start:
+        state = policy.update(state, clean)
+        if state.scale > first:
             return str(step)
     return "at its ceiling"
 
@@ -69,10 +71,14 @@ def rows() -> list[str]:
         if held.source.startswith("buoy."):
             continue
         policy = buoy.policy(held.name)
-        moved = [after_overflows(policy, count) for count in (1, 2, 2000)]
-        cells = [f"`{held.name}`", held.source]
-        cells += [power(policy.init().scale), growth(policy)]
-        found.append(f"| {' | '.join(cells + moved)} |")
+        cells = [
+            f"`{held.name}`",
+            held.source,
+            power(policy.init().scale),
+            growth(policy),
+            *(after_overflows(policy, count) for count in (1, 2, 2000)),
+        ]
+        found.append(f"| {' | '.join(cells)} |")
     return found
 
 
@@ -88,7 +94,8 @@ def main() -> None:
         usual = buoy.policy(name, **{interval: 3})
         top = 2.0**63 if name == "backoff" else 2.0**127
         high = buoy.policy(name, **{start: top, interval: 3})
-        low, up = scale_after(usual, "0" * 200), scale_after(high, "1" * 12)
+        low = scale_after(usual, "0" * 200)
+        up = scale_after(high, "1" * 12)
         print(f"{label:26}{f'step {first_growth(usual)}':>14}{low:>16.3g}{up:>18.3g}")
 
 

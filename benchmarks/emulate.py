@@ -22,7 +22,7 @@ Ways = dict[str, Callable[[], object]]
 
 
 def medians(ways: Ways, rounds: int) -> dict[str, float]:
-    """Run the ways in turn; give the median seconds of each."""
+    """Run the ways in turn; return the median seconds of each."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
@@ -49,9 +49,13 @@ def product(width: int, *, backward: bool) -> Ways:
 
     def work(dtype: torch.dtype) -> Callable[[], object]:
         source = torch.Generator().manual_seed(0)
-        a, b, into = (
-            torch.randn(width, width, generator=source).to(dtype) for _ in range(3)
-        )
+
+        def matrix() -> torch.Tensor:
+            return torch.randn(width, width, generator=source).to(dtype)
+
+        a = matrix()
+        b = matrix()
+        into = matrix()
         if not backward:
             return lambda: a @ b
         a.requires_grad_()
@@ -67,7 +71,8 @@ def perceptron(width: int) -> Ways:
     def work(dtype: torch.dtype) -> Callable[[], object]:
         torch.manual_seed(0)
         layers = [m for _ in range(3) for m in (nn.Linear(width, width), nn.GELU())]
-        model, x = nn.Sequential(*layers).to(dtype), torch.randn(128, width).to(dtype)
+        model = nn.Sequential(*layers).to(dtype)
+        x = torch.randn(128, width).to(dtype)
 
         def step() -> None:
             model.zero_grad()
@@ -80,7 +85,8 @@ def perceptron(width: int) -> Ways:
 
 def rounding(name: str, size: int) -> Ways:
     """Two ways to round to a grid, beside one plain copy."""
-    values, limits = torch.randn(size), buoy.FORMATS[name]
+    values = torch.randn(size)
+    limits = buoy.FORMATS[name]
     ways: Ways = {
         "copy": values.clone,
         "bits": lambda: by_bits(limits)(values),
@@ -97,7 +103,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    width, rounds = chosen.width, chosen.rounds
+    width = chosen.width
+    rounds = chosen.rounds
     print(f"torch {torch.__version__}, 1 thread; ms")
     print(f"{'':34s}{'fp32':>9s}{'emulated':>10s}{'fp16':>9s}  fp16 / emulated")
     for what, ways in {

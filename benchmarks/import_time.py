@@ -43,12 +43,10 @@ def main() -> None:
     bare = statistics.median(times["bare python"])
     for name, found in times.items():
         median = statistics.median(found)
-        over = (
-            ""
-            if name == "bare python"
-            else f", {(median - bare) * 1e3:.0f} ms over bare"
-        )
-        print(f"{name:12} {median * 1e3:6.0f} ms{over}")
+        text = f"{name:12} {median * 1e3:6.0f} ms"
+        if name != "bare python":
+            text += f", {(median - bare) * 1e3:.0f} ms over bare"
+        print(text)
 
 
 if __name__ == "__main__":

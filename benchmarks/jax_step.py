@@ -39,19 +39,21 @@ from flax.training.dynamic_scale import DynamicScale
 import buoy.jax
 
 MAX_NORM = 1.0
-Step = Callable[[Any, jax.Array], Any]
+Params = dict[str, jax.Array]
+Carry = Any  # what goes from step to step: a tree of arrays, each way's own
+Step = Callable[[Carry, jax.Array], tuple[Carry, jax.Array]]
 
 
-def network(width: int, layers: int) -> dict[str, jax.Array]:
+def network(width: int, layers: int) -> Params:
     """Make the parameters of a plain deep network."""
-    keys = jax.random.split(jax.random.key(0), layers)
-    return {
-        f"w{i}": jax.random.normal(key, (width, width)) / width**0.5
-        for i, key in enumerate(keys)
-    } | {f"b{i}": jnp.zeros(width) for i in range(layers)}
+    params = {}
+    for i, key in enumerate(jax.random.split(jax.random.key(0), layers)):
+        params[f"w{i}"] = jax.random.normal(key, (width, width)) / width**0.5
+        params[f"b{i}"] = jnp.zeros(width)
+    return params
 
 
-def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     """Compute in FP16, and the loss in float32."""
     half = buoy.jax.cast(params, "float16")
     out = x.astype(jnp.float16)
@@ -60,11 +62,11 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(out.astype(jnp.float32)))
 
 
-def with_buoy(params: Any, policy: str) -> tuple[Any, Step]:
+def with_buoy(params: Params, policy: str) -> tuple[Carry, Step]:
     """Ours."""
     tx = buoy.jax.loss_scaled(optax.adamw(1e-4), policy, max_norm=MAX_NORM)
 
-    def step(carry: Any, x: jax.Array) -> Any:
+    def step(carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
         params, state = carry
         loss, grads = buoy.jax.value_and_grad(loss_fn)(state, params, x)
         updates, state = tx.update(grads, state, params, value=loss)
@@ -78,38 +80,41 @@ def clipped_adamw() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(1e-4))
 
 
-def with_flax(params: Any) -> tuple[Any, Step]:
+def with_flax(params: Params) -> tuple[Carry, Step]:
     """As flax's examples do: update, then select."""
     tx = clipped_adamw()
     scaler = DynamicScale(
         fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(2.0**10)
     )
 
-    def step(carry: Any, x: jax.Array) -> Any:
+    def step(carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
         params, state, scaler = carry
         grad_fn = scaler.value_and_grad(loss_fn)
         scaler, finite, loss, grads = grad_fn(params, x)
         updates, new_state = tx.update(grads, state, params)
         new_params = optax.apply_updates(params, updates)
-        select = lambda a, b: jax.tree.map(  # noqa: E731
-            lambda x, y: jnp.where(finite, x, y), a, b
+        kept_params, kept_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (new_params, new_state),
+            (params, state),
         )
-        kept = (select(new_params, params), select(new_state, state), scaler)
-        return kept, loss
+        return (kept_params, kept_state, scaler), loss
 
     return (params, tx.init(params), scaler), step
 
 
-def with_jmp(params: Any) -> tuple[Any, Step]:
+def with_jmp(params: Params) -> tuple[Carry, Step]:
     """As jmp's README does."""
     tx = clipped_adamw()
     scaler = jmp.DynamicLossScale(jnp.float32(2.0**10))
 
-    def step(carry: Any, x: jax.Array) -> Any:
+    def step(carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
         params, state, scaler = carry
-        loss, grads = jax.value_and_grad(
-            lambda params: scaler.scale(loss_fn(params, x))
-        )(params)
+
+        def scaled_loss(params: Params) -> jax.Array:
+            return scaler.scale(loss_fn(params, x))
+
+        loss, grads = jax.value_and_grad(scaled_loss)(params)
         grads = scaler.unscale(grads)
         finite = jmp.all_finite(grads)
         updates, new_state = tx.update(grads, state, params)
@@ -120,11 +125,11 @@ def with_jmp(params: Any) -> tuple[Any, Step]:
     return (params, tx.init(params), scaler), step
 
 
-def without(params: Any) -> tuple[Any, Step]:
+def without(params: Params) -> tuple[Carry, Step]:
     """No scaling and no check at all."""
     tx = clipped_adamw()
 
-    def step(carry: Any, x: jax.Array) -> Any:
+    def step(carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
         params, state = carry
         loss, grads = jax.value_and_grad(loss_fn)(params, x)
         updates, state = tx.update(grads, state, params)
@@ -133,7 +138,7 @@ def without(params: Any) -> tuple[Any, Step]:
     return (params, tx.init(params)), step
 
 
-WAYS: dict[str, Callable[[Any], tuple[Any, Step]]] = {
+WAYS: dict[str, Callable[[Params], tuple[Carry, Step]]] = {
     "buoy headroom": lambda params: with_buoy(params, "headroom"),
     "buoy backoff": lambda params: with_buoy(params, "backoff"),
     "flax": with_flax,
@@ -187,7 +192,7 @@ def show_launches() -> None:
         print(f"  {name:14s} {kernels:5d} kernels, {collectives} collectives")
 
 
-def compile_times(params: Any, x: jax.Array, rounds: int) -> dict[str, list[float]]:
+def compile_times(params: Params, x: jax.Array, rounds: int) -> dict[str, list[float]]:
     """Trace and compile each way anew, in turns; seconds on the CPU's clock."""
     took: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
@@ -209,30 +214,37 @@ class Clocks:
         self.wall: list[float] = []
         self.faults: list[float] = []
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Step, carry: Carry, x: jax.Array) -> Carry:
         """Take a step, and note its time on the CPU, on the wall, and its faults."""
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        wall, cpu = time.perf_counter(), time.process_time()
-        out = jax.block_until_ready(step())
+        faults = page_faults()
+        wall = time.perf_counter()
+        cpu = time.process_time()
+        carry, _ = jax.block_until_ready(step(carry, x))
         self.cpu.append(time.process_time() - cpu)
         self.wall.append(time.perf_counter() - wall)
-        now = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        self.faults.append(now - faults)
-        return out
+        self.faults.append(page_faults() - faults)
+        return carry
 
 
-def step_times(params: Any, x: jax.Array, rounds: int) -> dict[str, Clocks]:
+def page_faults() -> int:
+    """Return how many page faults this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def step_times(params: Params, x: jax.Array, rounds: int) -> dict[str, Clocks]:
     """Run each way in turns, a step at a time."""
-    held, steps = {}, {}
+    carries = {}
+    steps = {}
     for name, make in WAYS.items():
         carry, step = make(params)
         steps[name] = jax.jit(step, donate_argnums=0)
-        held[name], _ = steps[name](jax.tree.map(jnp.copy, carry), x)
+        carries[name], _ = steps[name](jax.tree.map(jnp.copy, carry), x)
     took = {name: Clocks() for name in WAYS}
     names = list(WAYS)
     for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            held[name], _ = took[name].run(lambda: steps[name](held[name], x))  # noqa: B023
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            carries[name] = took[name].run(steps[name], carries[name], x)
     return took
 
 
@@ -247,7 +259,10 @@ OURS = ("buoy headroom", "buoy backoff")
 PEERS = ["flax", "jmp"]
 
 
-def one_process(params: Any, x: jax.Array, rounds: int) -> dict[str, Any]:
+Figures = dict[str, dict[str, float]]  # by what is measured, and the name of a way
+
+
+def one_process(params: Params, x: jax.Array, rounds: int) -> Figures:
     """Measure the step here, in this process; numbers that can be printed as JSON."""
     clocks = step_times(params, x, rounds)
     cpu = {name: clock.cpu for name, clock in clocks.items()}
@@ -261,30 +276,31 @@ def one_process(params: Any, x: jax.Array, rounds: int) -> dict[str, Any]:
     }
 
 
-def fresh_processes(count: int) -> list[dict[str, Any]]:
+def fresh_processes(count: int) -> list[Figures]:
     """Measure the step in several processes, one after the other, and show each."""
-    told = []
+    found: list[Figures] = []
     for i in range(1, count + 1):
         command = [sys.executable, __file__, *sys.argv[1:], "--child"]
         run = subprocess.run(  # noqa: S603 - this very file
             command, check=True, stdout=subprocess.PIPE, text=True
         )
-        told.append(json.loads(run.stdout.splitlines()[-1]))
+        figures: Figures = json.loads(run.stdout.splitlines()[-1])
+        found.append(figures)
+        faults = figures["faults"]
         for ours in OURS:
-            faults = told[-1]["faults"]
             print(
-                f"  process {i}: {ours:14s} {told[-1]['step'][ours]:5.2f}"
-                f"  (wall {told[-1]['wall'][ours]:5.2f}, faults a step"
+                f"  process {i}: {ours:14s} {figures['step'][ours]:5.2f}"
+                f"  (wall {figures['wall'][ours]:5.2f}, faults a step"
                 f" {faults[ours]:.0f}; flax {faults['flax']:.0f}, jmp"
                 f" {faults['jmp']:.0f})",
                 flush=True,
             )
-    return told
+    return found
 
 
-def median_of(told: list[dict[str, Any]], what: str, name: str) -> float:
+def median_of(processes: list[Figures], what: str, name: str) -> float:
     """Take the median over the processes."""
-    return statistics.median(each[what][name] for each in told)
+    return statistics.median(figures[what][name] for figures in processes)
 
 
 def line(what: str, share: float, budget: float | None = None) -> None:
@@ -296,7 +312,7 @@ def line(what: str, share: float, budget: float | None = None) -> None:
     print(f"{what:52s} {share:5.2f}  budget {budget:4.2f}  {held}")
 
 
-def transfers(params: Any, x: jax.Array) -> dict[str, int]:
+def transfers(params: Params, x: jax.Array) -> dict[str, int]:
     """Count the instructions of each program that use the host."""
     words = ("infeed", "outfeed", "callback", "send(", "recv(")
     found = {}
@@ -321,28 +337,28 @@ def settings() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def show_steps(told: list[dict[str, Any]]) -> None:
+def show_steps(processes: list[Figures]) -> None:
     """Print the medians over all processes."""
     for name in WAYS:
-        print(f"  {name:14s} {median_of(told, 'ms', name):8.2f} ms a step")
+        print(f"  {name:14s} {median_of(processes, 'ms', name):8.2f} ms a step")
     for ours in OURS:
-        line(f"{ours}: step / faster of flax and jmp",
-             median_of(told, "step", ours), 1.0)  # fmt: skip
-        line("  the same by the wall clock", median_of(told, "wall", ours))
-        worst = max(each["step"][ours] for each in told)
-        line(f"  the worst of {len(told)} processes", worst)
-        line(f"{ours}: step / no scaling, with clipping",
-             median_of(told, "unscaled", ours))  # fmt: skip
+        step = median_of(processes, "step", ours)
+        line(f"{ours}: step / faster of flax and jmp", step, budget=1.0)
+        line("  the same by the wall clock", median_of(processes, "wall", ours))
+        worst = max(figures["step"][ours] for figures in processes)
+        line(f"  the worst of {len(processes)} processes", worst)
+        unscaled = median_of(processes, "unscaled", ours)
+        line(f"{ours}: step / no scaling, with clipping", unscaled)
 
 
-def show_compilation(params: Any, x: jax.Array, rounds: int) -> None:
+def show_compilation(params: Params, x: jax.Array, rounds: int) -> None:
     """Print the time of compilation, and the instructions that use the host."""
     built = compile_times(params, x, rounds)
     for name, times in built.items():
         print(f"  {name:14s} {statistics.median(times):8.2f} s to compile")
     for ours in OURS:
-        line(f"{ours}: compile / faster of flax and jmp",
-             ratio(built, ours, PEERS), 1.2)  # fmt: skip
+        share = ratio(built, ours, PEERS)
+        line(f"{ours}: compile / faster of flax and jmp", share, budget=1.2)
     print("instructions that read from or write to the host:", transfers(params, x))
 
 

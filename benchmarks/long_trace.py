@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import buoy
 from buoy.trace import Counts, Recorder
@@ -29,7 +30,8 @@ COMMANDS = (
 def record(path: Path, steps: int) -> None:
     """Record a run under torch's rule whose gradients shrink by four bits."""
     rng = random.Random(0)  # noqa: S311 - not for secrets
-    scale, clean = 2.0**16, 0
+    scale = 2.0**16
+    clean = 0  # steps since the scale moved
     with Recorder(path, queue=steps) as recorder:
         for step in range(steps):
             size = 2.0 ** (-8.0 - 4.0 * step / steps + rng.gauss(0.0, 0.5))
@@ -42,9 +44,13 @@ def record(path: Path, steps: int) -> None:
                 loss=2.0 * size,
                 offenders=() if fits else ("block.3.weight",),
             )
-            clean = clean + 1 if fits else 0
-            if not fits or clean == 2000:
-                scale, clean = scale * 2.0 if fits else scale / 2.0, 0
+            clean += 1
+            if not fits:
+                scale /= 2.0
+                clean = 0
+            elif clean == 2000:
+                scale *= 2.0
+                clean = 0
             if step % 1000 == 0:
                 counts = tuple(rng.randrange(900) for _ in range(30))
                 seen = Counts(low=-20, counts=counts, size=sum(counts))
@@ -52,8 +58,19 @@ def record(path: Path, steps: int) -> None:
                 recorder.flush()
 
 
-def used_by(command: tuple[str, ...], folder: str, source: str) -> tuple[float, ...]:
-    """Run a command of the version in `source`: CPU seconds, seconds, MiB."""
+class Used(NamedTuple):
+    """What a command took."""
+
+    cpu: float  # seconds
+    wall: float  # seconds
+    memory: float  # MiB
+
+    def __str__(self) -> str:
+        return f"{self.cpu:5.1f} s of CPU, {self.wall:5.1f} s, {self.memory:4.0f} MiB"
+
+
+def used_by(command: tuple[str, ...], folder: str, source: str) -> Used:
+    """Run a command of the version in `source`."""
     start = time.perf_counter()
     process = subprocess.Popen(  # noqa: S603 - our own command
         [sys.executable, "-m", "buoy", *command],
@@ -64,8 +81,11 @@ def used_by(command: tuple[str, ...], folder: str, source: str) -> tuple[float, 
     _, status, used = os.wait4(process.pid, 0)
     if status:
         sys.exit(f"`buoy {' '.join(command)}` failed ({status}).")
-    passed = time.perf_counter() - start
-    return used.ru_utime + used.ru_stime, passed, used.ru_maxrss / 1024
+    return Used(
+        cpu=used.ru_utime + used.ru_stime,
+        wall=time.perf_counter() - start,
+        memory=used.ru_maxrss / 1024,
+    )
 
 
 def main() -> None:
@@ -75,18 +95,17 @@ def main() -> None:
     parser.add_argument("--against", metavar="SRC", help="src of another version")
     chosen = parser.parse_args()
     here = str(Path(buoy.__file__).parents[1])
-    sources = [str(Path(chosen.against).resolve())] if chosen.against else []
     print(f"{chosen.steps:,} steps")
     with tempfile.TemporaryDirectory() as folder:
         record(Path(folder, "run.buoy"), chosen.steps)
         for command in COMMANDS:
-            found = [used_by(command, folder, source) for source in (*sources, here)]
-            line = "; before: ".join(
-                f"{cpu:5.1f} s of CPU, {passed:5.1f} s, {memory:4.0f} MiB"
-                for cpu, passed, memory in reversed(found)
-            )
-            ratio = f"; {found[0][0] / found[-1][0]:.1f} x" if sources else ""
-            print(f"{' '.join(command):40s} {line}{ratio}", flush=True)
+            if chosen.against:
+                before = used_by(command, folder, str(Path(chosen.against).resolve()))
+                now = used_by(command, folder, here)
+                line = f"{now}; before: {before}; {before.cpu / now.cpu:.1f} x"
+            else:
+                line = str(used_by(command, folder, here))
+            print(f"{' '.join(command):40s} {line}", flush=True)
 
 
 if __name__ == "__main__":

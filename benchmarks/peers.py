@@ -8,8 +8,8 @@ Every cell is what the installed version did just now, on a CPU.
 import inspect
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,18 @@ import jmp
 import optax
 import torch
 from flax.training.dynamic_scale import DynamicScale
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import buoy.jax
 import buoy.torch
 
+State = TypeVar("State")
 Scaler = type[torch.amp.GradScaler]
-TORCH, BUOY = torch.amp.GradScaler, buoy.torch.GradScaler
-INF, NAN = math.inf, math.nan
+TORCH = torch.amp.GradScaler
+BUOY = buoy.torch.GradScaler
+INF = math.inf
+NAN = math.nan
 
 
 def power(scale: float) -> str:
@@ -33,29 +37,38 @@ def power(scale: float) -> str:
 
 
 def train(
-    scaler: torch.amp.GradScaler, factors: list[float], **parts: Any
+    scaler: torch.amp.GradScaler,
+    factors: list[float],
+    *,
+    model: torch.nn.Module | None = None,
+    prepare: Callable[[torch.nn.Module, LRScheduler], None] | None = None,
+    inputs: float = 1.0,
+    clip: bool = False,
+    schedule: bool = False,
 ) -> torch.nn.Module:
     """Train as torch's documentation does; each loss is multiplied by a factor."""
     torch.manual_seed(0)
-    model = parts.get("model") or torch.nn.Linear(4, 1)
+    if model is None:
+        model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    parts.get("prepare", lambda *_: None)(model, scheduler)
+    if prepare is not None:
+        prepare(model, scheduler)
     for factor in factors:
         optimizer.zero_grad()
-        loss = model(torch.randn(8, 4) * parts.get("inputs", 1.0)).square().mean()
+        loss = model(torch.randn(8, 4) * inputs).square().mean()
         scaler.scale(loss * factor).backward()
-        if parts.get("clip"):
+        if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        if parts.get("schedule"):
+        if schedule:
             scheduler.step()
     return model
 
 
 def collapsed_scale(kind: Scaler) -> str:
-    """Give the scale after 200 NaN losses, and whether there was a word about it."""
+    """Return the scale after 200 NaN losses, and whether there was a word about it."""
     scaler = kind("cpu")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -75,19 +88,22 @@ def weights_after(kind: Scaler) -> str:
 
 def schedule(kind: Scaler) -> str:
     """Count how far a scheduler is ahead after one skipped step."""
-    scaler, held = kind("cpu"), []
+    scaler = kind("cpu")
+    gated = isinstance(scaler, BUOY)
+    held: list[LRScheduler] = []
 
-    def gate(_: torch.nn.Module, scheduler: Any) -> None:
+    def gate(_: torch.nn.Module, scheduler: LRScheduler) -> None:
         held.append(scheduler)
-        if isinstance(scaler, BUOY):
+        if gated:
             scaler.gate(scheduler)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train(scaler, [INF, 1.0], prepare=gate, schedule=not isinstance(scaler, BUOY))
+        train(scaler, [INF, 1.0], prepare=gate, schedule=not gated)
     ahead = held[0].last_epoch - 1
-    how = " with `scaler.gate(...)`" if isinstance(scaler, BUOY) else ""
-    return f"{ahead} step{'s'[: ahead != 1]} ahead{how}"
+    how = " with `scaler.gate(...)`" if gated else ""
+    steps = "1 step" if ahead == 1 else f"{ahead} steps"
+    return f"{steps} ahead{how}"
 
 
 def buffers(kind: Scaler) -> str:
@@ -95,14 +111,15 @@ def buffers(kind: Scaler) -> str:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     scaler = kind("cpu")
 
-    def guard(net: torch.nn.Module, _: Any) -> None:
+    def guard(net: torch.nn.Module, _: LRScheduler) -> None:
         if isinstance(scaler, BUOY):
             scaler.guard(net)
 
     train(scaler, [1.0], model=model, prepare=guard, inputs=INF)
     mean = model[0].running_mean
+    found = "finite" if bool(mean.isfinite().all()) else "not finite"
     how = " with `scaler.guard(model)`" if isinstance(scaler, BUOY) else ""
-    return f"{'finite' if bool(mean.isfinite().all()) else 'not finite'}{how}"
+    return f"{found}{how}"
 
 
 def clipped_scaled(kind: Scaler) -> str:
@@ -116,21 +133,23 @@ def clipped_scaled(kind: Scaler) -> str:
 def half_parameters(kind: Scaler) -> str:
     """Train FP16 parameters."""
     net = torch.nn.Linear(4, 1).half()
-    scaler = kind("cpu", **({} if kind is TORCH else {"model": net}))
+    scaler = kind("cpu") if kind is TORCH else kind("cpu", model=net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler.scale(net(torch.ones(1, 4).half()).float().sum()).backward()
     try:
         scaler.step(optimizer)
     except ValueError as error:
-        return f"an error {'with' if '`weight`' in str(error) else 'without'} the names"
+        named = "`weight`" in str(error)
+        return "an error with the names" if named else "an error without the names"
     return "applied"
 
 
 def closures(kind: Scaler) -> str:
     """Pass a closure to LBFGS by position: how large are its gradients?"""
     weight = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer, seen = torch.optim.LBFGS([weight], lr=0.1, max_iter=1), []
+    optimizer = torch.optim.LBFGS([weight], lr=0.1, max_iter=1)
     scaler = kind("cpu")
+    seen: list[torch.Tensor] = []
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -139,7 +158,12 @@ def closures(kind: Scaler) -> str:
         return loss
 
     gather = optimizer._gather_flat_grad
-    optimizer._gather_flat_grad = lambda: seen.append(gather()) or seen[-1]
+
+    def look() -> torch.Tensor:
+        seen.append(gather())
+        return seen[-1]
+
+    optimizer._gather_flat_grad = look
     if kind is TORCH:
         closure()
     scaler.step(optimizer, closure)
@@ -161,12 +185,12 @@ def complex_gradients(kind: Scaler) -> str:
 
 
 def default_rule(kind: Scaler) -> str:
-    """Give the scale after three finite steps, and after an overflow."""
-    scaler, scales = kind("cpu", growth_interval=3), []
-    for factors in ([1.0] * 3, [INF]):
-        train(scaler, factors)
-        scales.append(power(scaler.get_scale()))
-    return ", then ".join(scales)
+    """Return the scale after three finite steps, and after an overflow."""
+    scaler = kind("cpu", growth_interval=3)
+    train(scaler, [1.0] * 3)
+    grown = power(scaler.get_scale())
+    train(scaler, [INF])
+    return f"{grown}, then {power(scaler.get_scale())}"
 
 
 def outcome(kind: Scaler) -> str:
@@ -193,20 +217,25 @@ class Passes(TorchDispatchMode):
         """Watch this tensor."""
         super().__init__()
         self.place = tensor.data_ptr()
-        self.reads = self.writes = 0
+        self.reads = 0
+        self.writes = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at the arguments of one operator."""
+        del types
         for given, declared in zip(args, func._schema.arguments, strict=False):
             every = given if isinstance(given, (list, tuple)) else [given]
             tensors = [one for one in every if isinstance(one, torch.Tensor)]
             if any(one.data_ptr() == self.place for one in tensors):
                 self.reads += 1
-                self.writes += bool(
-                    declared.alias_info and declared.alias_info.is_write
-                )
+                alias = declared.alias_info
+                self.writes += alias is not None and alias.is_write
         return func(*args, **(kwargs or {}))
 
 
@@ -222,7 +251,7 @@ def clipping_passes(kind: Scaler) -> str:
         else:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_([weight], 1.0)
-    reads = f"{passes.reads} read{'s'[: passes.reads != 1]}"
+    reads = "1 read" if passes.reads == 1 else f"{passes.reads} reads"
     return f"{reads}, {passes.writes} writes"
 
 
@@ -257,7 +286,9 @@ PYTORCH: dict[str, Callable[[Scaler], str]] = {
 }
 
 
-def after_overflows(update: Callable[[Any], Any], state: Any, count: int = 200) -> Any:
+def after_overflows(
+    update: Callable[[State], State], state: State, count: int = 200
+) -> State:
     """Apply a jitted update many times."""
     for _ in range(count):
         state = update(state)
@@ -265,13 +296,13 @@ def after_overflows(update: Callable[[Any], Any], state: Any, count: int = 200) 
 
 
 def flax_minimum() -> str:
-    """Give flax' scale after 200 overflows."""
+    """Return flax' scale after 200 overflows."""
     step = jax.jit(lambda s: s.value_and_grad(lambda w: w * jnp.inf)(1.0)[0])
     return power(float(after_overflows(step, DynamicScale()).scale))
 
 
 def jmp_minimum() -> str:
-    """Give jmp's scale after 200 overflows, with a minimum of 2^-10, under `jit`."""
+    """Return jmp's scale after 200 overflows, with a minimum of 2^-10, under `jit`."""
     start = jmp.DynamicLossScale(
         jnp.float32(2.0**15), min_loss_scale=jnp.float32(2.0**-10)
     )
@@ -280,7 +311,7 @@ def jmp_minimum() -> str:
 
 
 def buoy_minimum() -> str:
-    """Give the scale of `loss_scaled` after 200 overflows."""
+    """Return the scale of `loss_scaled` after 200 overflows."""
     tx = buoy.jax.loss_scaled(optax.sgd(0.1), "backoff")
     grad = buoy.jax.value_and_grad(lambda w: jnp.sum(w) * jnp.inf)
     step = jax.jit(lambda s: tx.update(grad(s, jnp.ones(1))[1], s)[1])
@@ -290,31 +321,37 @@ def buoy_minimum() -> str:
 def flax_overflow() -> tuple[str, str]:
     """Apply the gradients that flax returns after an overflow."""
     weight = jnp.zeros(1)
-    _, finite, _, grad = DynamicScale().value_and_grad(lambda w: jnp.sum(w**0.5))(
-        weight
-    )
+    _, finite, _, grad = DynamicScale().value_and_grad(overflowing)(weight)
     return state_of(weight - grad), f"`is_fin` is {bool(finite)}"
 
 
 def jmp_overflow() -> tuple[str, str]:
     """Apply the gradients that jmp returns after an overflow."""
-    weight, scale = jnp.zeros(1), jmp.DynamicLossScale(jnp.float32(2.0**15))
-    grad = scale.unscale(jax.grad(lambda w: scale.scale(jnp.sum(w**0.5)))(weight))
+    weight = jnp.zeros(1)
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**15))
+    scaled = jax.grad(lambda w: scale.scale(overflowing(w)))(weight)
+    grad = scale.unscale(scaled)
     return state_of(weight - grad), f"`all_finite` is {bool(jmp.all_finite(grad))}"
 
 
 def buoy_overflow() -> tuple[str, str]:
     """Apply the updates of `loss_scaled` after an overflow."""
-    weight, tx = jnp.zeros(1), buoy.jax.loss_scaled(optax.sgd(1.0))
+    weight = jnp.zeros(1)
+    tx = buoy.jax.loss_scaled(optax.sgd(1.0))
     state = tx.init(weight)
-    loss, grad = buoy.jax.value_and_grad(lambda w: jnp.sum(w**0.5))(state, weight)
+    loss, grad = buoy.jax.value_and_grad(overflowing)(state, weight)
     updates, state = tx.update(grad, state, weight, value=loss)
     verdict = buoy.jax.last_step(state).verdict
     return state_of(optax.apply_updates(weight, updates)), f"the verdict `{verdict}`"
 
 
-def state_of(weight: Any) -> str:
-    """Say whether an update has changed a weight of 0."""
+def overflowing(weight: jax.Array) -> jax.Array:
+    """Return a loss that is finite at 0, where its gradient is not."""
+    return jnp.sum(weight**0.5)
+
+
+def state_of(weight: jax.Array) -> str:
+    """Return whether an update has changed a weight of 0."""
     if not bool(jnp.isfinite(weight).all()):
         return "not finite: you select the old values"
     return "unchanged" if bool((weight == 0).all()) else "changed"

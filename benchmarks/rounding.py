@@ -17,15 +17,18 @@ from buoy.torch import MasterWeights
 WAYS = ("fp32", "nearest", "stochastic", "masters")
 
 
+def network() -> torch.nn.Module:
+    """Make a small network."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+    )
+
+
 def final_loss(way: str, steps: int, seed: int = 0) -> float:
     """Fit a small network to another; return the mean loss of the last 50 steps."""
     torch.manual_seed(seed)
-    teacher, model = (
-        torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
-        )
-        for _ in range(2)
-    )
+    teacher = network()
+    model = network()
     dtype = torch.float32 if way == "fp32" else torch.bfloat16
     model.to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)

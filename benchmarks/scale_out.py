@@ -70,16 +70,20 @@ class Outcome(NamedTuple):
 def run(policy: buoy.Policy, ranks: int, steps: int, *, foresees: bool) -> Outcome:
     """Let a policy move the scale of all ranks together."""
     state = policy.init()
-    skipped, unused, lowest = 0, [], math.inf
+    skipped = 0
+    unused = []
+    lowest = math.inf
     for draw in draws(ranks, steps):
         if foresees and "loss" in policy.wants:
             state = policy.foresee(state, draw.loss, ops=PLAIN)
-        amax = draw.amax_log2 + math.log2(state.scale)
+        scale = math.log2(state.scale)
+        lowest = min(lowest, scale)
+        amax = draw.amax_log2 + scale
         finite = amax <= TOP and not draw.broken
-        skipped += not finite
-        lowest = min(lowest, math.log2(state.scale))
         if finite:
             unused.append(TOP - amax)
+        else:
+            skipped += 1
         seen = buoy.Seen(finite=finite, amax_log2=amax if finite else math.inf)
         state = policy.update(state, seen, ops=PLAIN)
     mean = sum(unused) / len(unused) if unused else math.nan

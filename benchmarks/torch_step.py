@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -47,19 +48,31 @@ def on_cpu(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+class Compared(NamedTuple):
+    """Two measurements, by their medians."""
+
+    ratio: float  # not of the medians: the median of the ratios
+    ours: float  # seconds
+    other: float  # seconds
+
+
 def ratio(
     ours: Callable[[], object], other: Callable[[], object], rounds: int, repeat: int
-) -> tuple[float, float, float]:
-    """Measure both in turns; return the median ratio and both medians."""
-    ours(), other()
-    mine, theirs = [], []
+) -> Compared:
+    """Measure both in turns."""
+    ours()
+    other()
+    mine = []
+    theirs = []
     for i in range(rounds):
-        pair = (ours, other) if i % 2 else (other, ours)
-        first, second = seconds(pair[0], repeat), seconds(pair[1], repeat)
-        mine.append(first if pair[0] is ours else second)
-        theirs.append(second if pair[0] is ours else first)
+        if i % 2:
+            mine.append(seconds(ours, repeat))
+            theirs.append(seconds(other, repeat))
+        else:
+            theirs.append(seconds(other, repeat))
+            mine.append(seconds(ours, repeat))
     each = [a / b for a, b in zip(mine, theirs, strict=True)]
-    return statistics.median(each), statistics.median(mine), statistics.median(theirs)
+    return Compared(*map(statistics.median, (each, mine, theirs)))
 
 
 def started(kind: type[Stock], **options: object) -> Stock:
@@ -114,20 +127,26 @@ def with_clipping(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], ob
         bare_step()
 
     def bare_step() -> None:
-        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+        optimizer.grad_scale = torch.ones(())
+        optimizer.found_inf = torch.zeros(())
         optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf
+        del optimizer.grad_scale
+        del optimizer.found_inf
 
     def bare_largest() -> None:
         for grad in grads:
-            torch.linalg.vector_norm(grad), torch.aminmax(grad)
+            torch.linalg.vector_norm(grad)
+            torch.aminmax(grad)
         bare_step()
 
-    ways = {"torch": torchs, "unscaled": unscaled, "bare": bare}
-    ways["bare headroom"] = bare_largest
-    ways["buoy"] = clipped(started(GradScaler))
-    ways["headroom"] = clipped(started(GradScaler, policy=still()))
-    return ways
+    return {
+        "torch": torchs,
+        "unscaled": unscaled,
+        "bare": bare,
+        "bare headroom": bare_largest,
+        "buoy": clipped(started(GradScaler)),
+        "headroom": clipped(started(GradScaler, policy=still())),
+    }
 
 
 def still() -> Headroom:
@@ -140,8 +159,11 @@ def without_clipping(
 ) -> dict[str, Callable[[], object]]:
     """Check and step."""
     optimizer = torch.optim.AdamW(params, lr=1e-6, fused=fused, foreach=not fused)
-    scalers = {"buoy": started(GradScaler), "torch": started(Stock)}
-    scalers["headroom"] = started(GradScaler, policy=still())
+    scalers = {
+        "buoy": started(GradScaler),
+        "torch": started(Stock),
+        "headroom": started(GradScaler, policy=still()),
+    }
     return {name: plain_step(one, optimizer) for name, one in scalers.items()}
 
 
@@ -207,8 +229,8 @@ SIZES = [(10, 10_000), (10, 100_000), (10, 1_000_000), (10, 3_000_000)]
 def costs(shape: tuple[int, int], rounds: int) -> dict[str, float]:
     """Take the milliseconds of a clipped step on so many tensors of such a size."""
     ways = with_clipping(parameters(*shape))
-    _, mine, theirs = ratio(ways["buoy"], ways["torch"], rounds, 1)
-    return {"buoy": mine * 1e3, "torch": theirs * 1e3}
+    found = ratio(ways["buoy"], ways["torch"], rounds, 1)
+    return {"buoy": found.ours * 1e3, "torch": found.other * 1e3}
 
 
 def sweep(rounds: int, most: int) -> None:
@@ -218,49 +240,57 @@ def sweep(rounds: int, most: int) -> None:
     """
     print("tensors x elements: ms per clipped step with Buoy and with torch's scaler,")
     print("and Buoy's microseconds per tensor, or nanoseconds per element")
-    for shapes, unit in ((TENSORS, 1000), (SIZES, 0)):
+    for shapes in (TENSORS, SIZES):
         for tensors, size in shapes:
             if tensors * size > most:
                 continue
             took = costs((tensors, size), rounds)
-            each = took["buoy"] * 1e6 / (tensors * (unit or size))
+            if shapes is TENSORS:
+                each = took["buoy"] * 1e3 / tensors
+            else:
+                each = took["buoy"] * 1e6 / (tensors * size)
             print(
                 f"  {tensors:5d} x {size:8d}  {took['buoy']:8.2f}  "
                 f"{took['torch']:8.2f}  {each:8.2f}"
             )
 
 
-def line(what: str, budget: float, measured: tuple[float, float, float]) -> None:
+def line(what: str, budget: float, found: Compared) -> None:
     """Print one budget and whether it holds."""
-    share, mine, theirs = measured
-    held = "holds" if round(share, 2) <= budget else "DOES NOT HOLD"
+    held = "holds" if round(found.ratio, 2) <= budget else "DOES NOT HOLD"
     print(
-        f"{what:58s} {share:5.2f}  budget {budget:4.2f}  {held:14s}"
-        f" ({mine * 1e3:.3f} ms : {theirs * 1e3:.3f} ms)"
+        f"{what:58s} {found.ratio:5.2f}  budget {budget:4.2f}  {held:14s}"
+        f" ({found.ours * 1e3:.3f} ms : {found.other * 1e3:.3f} ms)"
     )
 
 
 def cycles(
     ours: Callable[[], object], other: Callable[[], object], rounds: int
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+) -> tuple[Compared, Compared]:
     """Compare means over two cycles of steps, and the slowest step with the median.
 
     Both take turns step by step; the slowest is by its median over all cycles.  A first
     cycle, in which hints look at the loop and memory is allocated, is not counted.
     """
     for _ in range(CYCLE):
-        ours(), other()
-    mine: list[float] = []
-    each: list[tuple[float, float, float]] = []
+        ours()
+        other()
+    steps: list[float] = []  # ours, of all cycles
+    means: list[Compared] = []
     for _ in range(max(1, rounds // 7)):
-        pairs = [(on_cpu(ours), on_cpu(other)) for _ in range(2 * CYCLE)]
-        own, theirs = (statistics.mean(times) for times in zip(*pairs, strict=True))
-        each.append((own / theirs, own, theirs))
-        mine += [first for first, _ in pairs]
-    usual = statistics.median(mine)
-    worst = max(statistics.median(mine[i::CYCLE]) for i in range(CYCLE))
-    mean = tuple(statistics.median(column) for column in zip(*each, strict=True))
-    return (mean[0], mean[1], mean[2]), (worst / usual, worst, usual)
+        mine = []
+        theirs = []
+        for _ in range(2 * CYCLE):
+            mine.append(on_cpu(ours))
+            theirs.append(on_cpu(other))
+        own = statistics.mean(mine)
+        stock = statistics.mean(theirs)
+        means.append(Compared(own / stock, own, stock))
+        steps += mine
+    mean = Compared(*map(statistics.median, zip(*means, strict=True)))
+    usual = statistics.median(steps)
+    slowest = max(statistics.median(steps[i::CYCLE]) for i in range(CYCLE))
+    return mean, Compared(slowest / usual, slowest, usual)
 
 
 def main() -> None:
@@ -276,42 +306,60 @@ def main() -> None:
     rounds = chosen.rounds
     print(f"torch {torch.__version__}, {chosen.threads} thread(s), CPU")
 
-    ways = with_clipping(big)
-    line("check+unscale+clip+fused AdamW / its two kernels alone", 1.05,
-         ratio(ways["buoy"], ways["bare"], rounds * 3, 1))  # fmt: skip
-    line("  its two kernels alone / torch (no budget)", 1.0,
-         ratio(ways["bare"], ways["torch"], rounds * 3, 1))  # fmt: skip
-    line("  and with the largest gradient (no budget)", 1.0,
-         ratio(ways["bare headroom"], ways["torch"], rounds * 3, 1))  # fmt: skip
-    line("check+unscale+clip+fused AdamW / clip without scaling", 1.0,
-         ratio(ways["buoy"], ways["unscaled"], rounds * 3, 1))  # fmt: skip
-    mean, worst = cycles(ways["headroom"], ways["torch"], rounds)
-    line("the same with policy='headroom', 32 steps / torch", 0.80, mean)
-    line("  the slowest step of a cycle / the median step", 1.2, worst)
-    ways = without_clipping(big, fused=True)
-    line("check+fused AdamW / torch", 1.0,
-         ratio(ways["buoy"], ways["torch"], rounds * 3, 1))  # fmt: skip
-    mean, worst = cycles(ways["headroom"], ways["torch"], rounds)
-    line("the same with policy='headroom', 32 steps / torch", 1.0, mean)
-    line("  the slowest step of a cycle / the median step", 1.2, worst)
-    ways = without_clipping(big, fused=False)
-    line("check+unscale+foreach AdamW / torch (no budget)", 1.05,
-         ratio(ways["buoy"], ways["torch"], rounds, 1))  # fmt: skip
+    show_clipping(big, rounds)
+    show_no_clipping(big, rounds)
     ways = survey(big)
     line("survey / plain read", 1.5, ratio(ways["buoy"], ways["read"], rounds, 1))
     for rows, what in ((768, ""), (2048, " (no budget)")):
         with_it = training(rows, chosen.width, scale=True)
         without = training(rows, chosen.width, scale=False)
-        line(f"whole training step of {rows} rows / no scaling{what}", 1.01,
-             ratio(with_it, without, rounds * 4, 1))  # fmt: skip
+        found = ratio(with_it, without, rounds * 4, 1)
+        line(f"whole training step of {rows} rows / no scaling{what}", 1.01, found)
+    show_tiny(rounds)
+    sweep(rounds, chosen.parameters)
+
+
+def show_clipping(params: list[torch.nn.Parameter], rounds: int) -> None:
+    """Print the steps that clip, on large tensors."""
+    ways = with_clipping(params)
+
+    def compared(ours: str, other: str) -> Compared:
+        return ratio(ways[ours], ways[other], rounds * 3, 1)
+
+    step = "check+unscale+clip+fused AdamW"
+    line(f"{step} / its two kernels alone", 1.05, compared("buoy", "bare"))
+    found = compared("bare", "torch")
+    line("  its two kernels alone / torch (no budget)", 1.0, found)
+    found = compared("bare headroom", "torch")
+    line("  and with the largest gradient (no budget)", 1.0, found)
+    line(f"{step} / clip without scaling", 1.0, compared("buoy", "unscaled"))
+    mean, slowest = cycles(ways["headroom"], ways["torch"], rounds)
+    line("the same with policy='headroom', 32 steps / torch", 0.80, mean)
+    line("  the slowest step of a cycle / the median step", 1.2, slowest)
+
+
+def show_no_clipping(params: list[torch.nn.Parameter], rounds: int) -> None:
+    """Print the steps that do not clip, on large tensors."""
+    ways = without_clipping(params, fused=True)
+    found = ratio(ways["buoy"], ways["torch"], rounds * 3, 1)
+    line("check+fused AdamW / torch", 1.0, found)
+    mean, slowest = cycles(ways["headroom"], ways["torch"], rounds)
+    line("the same with policy='headroom', 32 steps / torch", 1.0, mean)
+    line("  the slowest step of a cycle / the median step", 1.2, slowest)
+    ways = without_clipping(params, fused=False)
+    found = ratio(ways["buoy"], ways["torch"], rounds, 1)
+    line("check+unscale+foreach AdamW / torch (no budget)", 1.05, found)
+
+
+def show_tiny(rounds: int) -> None:
+    """Print the steps of tiny tensors: the scaler's own time."""
     for kind in ("idle", "sgd", "fused"):
         ways = tiny(kind)
-        line(f"scale+step+update, 20 x 100, {kind} / torch", 1.1,
-             ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
+        found = ratio(ways["buoy"], ways["torch"], rounds * 3, 60)
+        line(f"scale+step+update, 20 x 100, {kind} / torch", 1.1, found)
     ways = with_clipping(parameters(20, 100))
-    line("scale+clip+step+update, 20 x 100, fused / torch", 1.0,
-         ratio(ways["buoy"], ways["torch"], rounds * 3, 60))  # fmt: skip
-    sweep(rounds, chosen.parameters)
+    found = ratio(ways["buoy"], ways["torch"], rounds * 3, 60)
+    line("scale+clip+step+update, 20 x 100, fused / torch", 1.0, found)
 
 
 if __name__ == "__main__":

@@ -207,14 +207,14 @@ def _swap(
 
 
 def _has_opposite(test: ast.expr) -> bool:
-    """Say whether another operator makes a test's opposite of it already."""
+    """Return whether another operator makes a test's opposite of it already."""
     if isinstance(test, ast.Compare):
         return len(test.ops) == 1
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
 
 def _is_false_or_text(value: ast.expr) -> bool:
-    """Say whether None in its place would be the same to most, or a message less."""
+    """Return whether None in its place would be the same to most, or a message less."""
     return _is_text(value) or (isinstance(value, ast.Constant) and not value.value)
 
 

@@ -140,7 +140,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _varied(value: Any, name: str) -> Any:
-    """Give the field another value that its class accepts."""
+    """Change one field to another value that its class accepts."""
     now = getattr(value, name)
     for candidate in _candidates(now):
         try:

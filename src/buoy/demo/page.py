@@ -135,7 +135,7 @@ def score_text(workload: Workload, score: float) -> str:
 
 
 def _runs(results: Results, workload: Workload) -> list[Run]:
-    """Give the first seed's runs, those to look at first in front."""
+    """Return the first seed's runs, those to look at first in front."""
     kept: dict[str, Outcome] = {}
     for outcome in sorted(results.outcomes, key=lambda outcome: outcome.seed):
         if outcome.workload == workload.name and outcome.rows:

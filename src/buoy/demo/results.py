@@ -53,7 +53,7 @@ class Results:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def cell(self, workload: Workload, column: str) -> Cell | None:
-        """Give one cell of the table; None if nothing is known of it."""
+        """Return one cell of the table; None if nothing is known of it."""
         found = [
             outcome
             for outcome in self.outcomes
@@ -64,7 +64,7 @@ class Results:
         return Cell(tuple(sorted(found, key=lambda outcome: outcome.seed)))
 
     def as_good(self, workload: Workload, column: str) -> bool | None:
-        """Say whether a way reached FP32's figure; None if not both are known."""
+        """Return whether a way reached FP32's figure; None if not both are known."""
         own = self.cell(workload, column)
         fp32 = self.cell(workload, "fp32")
         if own is None or fp32 is None:
@@ -127,7 +127,7 @@ class Results:
         return Claim(f"Scaling makes no difference on {_listed(same)}.", held=True)
 
     def as_dict(self) -> dict[str, object]:
-        """Give everything as plain values, the same in every run of the same demo."""
+        """Return everything as plain values, the same in every run of the same demo."""
         return {
             "workloads": [
                 {

@@ -98,7 +98,7 @@ def _check_looked(
 
 
 def _among_ranks() -> bool:
-    """Say whether other ranks, which may have found nothing, would be waited for."""
+    """Return whether other ranks, which may have found nothing, would be waited for."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
@@ -202,7 +202,7 @@ class _Trial:
         return size.amax
 
     def _forward_finite(self, passes: "_Passes | None") -> bool | None:
-        """Say whether the forward pass was finite; None if it was not in FP32."""
+        """Return whether the forward pass was finite; None if it was not in FP32."""
         if passes is None:
             return None
         reached_the_end = bool(passes.losses) or not passes.seen.forward

@@ -81,7 +81,7 @@ def estimate_run(run: Recording) -> Underflow | None:
 
 
 def _lost(seen: Counts, visible: int) -> float:
-    """Tell how many of the zeros are lost values."""
+    """Return how many of the zeros are lost values."""
     zeros = seen.zeros
     near = sum(seen.counts[: max(_TINY + _NEAR - seen.low, 0)])
     if not zeros or near < _RARE * visible:
@@ -117,7 +117,7 @@ class _Bin(NamedTuple):
 
 
 def _bins(seen: Counts) -> list[_Bin]:
-    """Give the edges that rounding to FP16 gives each binade."""
+    """Return the binades that hold values, with the edges that rounding gives them."""
     found: dict[int, float] = {}
     for i, count in enumerate(seen.counts):
         exponent = max(seen.low + i, _TINY)
@@ -126,7 +126,7 @@ def _bins(seen: Counts) -> list[_Bin]:
 
 
 def _edge(exponent: int) -> float:
-    """Tell the smallest magnitude, in log2, that rounds into this binade or above."""
+    """Return the smallest magnitude, in log2, that rounds into this binade or above."""
     if exponent > _NORMAL:
         return float(exponent)
     return math.log2(2.0 ** (exponent - _TINY) - 0.5) + _TINY

@@ -96,15 +96,15 @@ class Followed:
             yield
 
     def size(self, spot: Spot) -> Size | None:
-        """Tell how large it was there."""
+        """Return how large it was there."""
         return self.sizes.get(_key(spot.span, spot.where + spot.parameter))
 
     def dtype(self, spot: Spot) -> str:
-        """Name the dtype that it had there."""
+        """Return the dtype that it had there."""
         return self.dtypes.get(_key(spot.span, spot.where + spot.parameter), "")
 
     def amax_of(self, span: Span | None, where: Where) -> float | None:
-        """Tell how large what went into, or arrived at, a call was."""
+        """Return the size of what went into, or arrived at, a call."""
         found = None if span is None else self.sizes.get(_key(span, where))
         return None if found is None else found.amax
 

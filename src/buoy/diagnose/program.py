@@ -54,7 +54,7 @@ def _arguments(argv: list[str], folder: str) -> Iterator[None]:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Tell what a process that ended so would have returned; print what it prints."""
+    """Return the exit code of a process that ended so; print what it would print."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):

@@ -119,7 +119,7 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         return self._narrowed(func, plan, args, kwargs, inputs)
 
     def _is_kept(self, plan: Plan, inputs: list[torch.Tensor]) -> bool:
-        """Say whether an operator computes in FP32."""
+        """Return whether an operator computes in FP32."""
         node = nodes.now()
         if self._regions:
             return True

@@ -20,7 +20,7 @@ _MOST = 4096  # stretches that are remembered: graphs are not kept for that long
 
 
 def is_leaf(node: Node) -> bool:
-    """Say whether a node is one that collects a parameter's gradient."""
+    """Return whether a node is one that collects a parameter's gradient."""
     return bool(node._sequence_nr() == _LEAF)
 
 

@@ -121,7 +121,7 @@ def _is_written(argument: Any) -> bool:  # torch has no name for its type
 def has_own_kernel(
     plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bool:
-    """Say whether torch's half kernel may give other bits than FP32 rounded does."""
+    """Return whether torch's half kernel may give other bits than FP32 rounded does."""
     if plan.name in {"add", "sub", "rsub"}:
         return "alpha" in kwargs  # which the kernel rounds, too
     if plan.name == "pow":

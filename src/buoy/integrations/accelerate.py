@@ -132,6 +132,6 @@ def _listed(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def _holds_all(params: list[torch.Tensor], optimizer: Optimizer) -> bool:
-    """Say whether all parameters of an optimizer that have a gradient are in a list."""
+    """Return whether a list holds every parameter that has a gradient."""
     ids = {id(param) for param in params}
     return all(id(p) in ids for p in parameters_of(optimizer) if p.grad is not None)

@@ -254,7 +254,7 @@ def format_of(recording: Recording) -> Format:
 
 
 def share_points(recording: Recording) -> list[tuple[int, Shares]]:
-    """Tell where the gradients lay, step by step: what the chart draws.
+    """Return where the gradients lay, step by step: what the chart draws.
 
     Known from every look at finite gradients, and from every step whose norm or largest
     gradient was exactly zero.  If no look found finite gradients, the first one counts.

@@ -114,7 +114,7 @@ def comparison(runs: Sequence[tuple[Run, Facts, Summary]]) -> str:
 
 
 def key(runs: Sequence[Run]) -> str:
-    """Tell which line is which run's; nothing where there is one."""
+    """Return the key to the lines of several runs; nothing where there is one."""
     if len(runs) < 2:
         return ""
     named = "".join(
@@ -238,7 +238,7 @@ def _offenders(found: Facts) -> str:
 def other_policies(
     run: Run, policies: Policies, name: str, progress: Callable[[str], None]
 ) -> str:
-    """Tell what other policies would have done with these gradients."""
+    """Show what other policies would have done with these gradients."""
     try:
         trace = replayable(run.recording)
         results = replay_with_oracle(trace, policies or _USUAL, progress)

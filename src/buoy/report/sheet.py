@@ -44,7 +44,7 @@ def slot(name: str) -> str:
 
 
 def _colours() -> str:
-    """Give the runs' colours to the style sheet."""
+    """Return the runs' colours, as rules of the style sheet."""
     light = "".join(f"--run-{i}: {colour}; " for i, (colour, _) in enumerate(RUNS))
     dark = "".join(f"--run-{i}: {colour}; " for i, (_, colour) in enumerate(RUNS))
     return f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'

@@ -36,7 +36,7 @@ class Finding:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Tell everything that is wrong, worst first."""
+    """List everything that is wrong, worst first."""
     found = [finding for rule in RULES if (finding := rule(facts)) is not None]
     codes = {finding.code for finding in found}
     return [f for f in found if not _BECAUSE.get(f.code, set()) & codes]
@@ -194,7 +194,7 @@ def _unheld(facts: Facts) -> Finding | None:
 
 
 def _stuck(scaler: ScalerFacts) -> bool:
-    """Say whether the run ends in skips: its second half, if it is a short one."""
+    """Return whether the run ends in skips: its second half, if it is a short one."""
     patience = min(PATIENCE, max(scaler.steps // 2, _SOME))
     return count_stuck(scaler.skipped_row, 0, 0, patience) is not None
 

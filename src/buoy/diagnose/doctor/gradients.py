@@ -43,7 +43,7 @@ class Marks:
             self._scales[id(param)] = scale
 
     def scale_of(self, params: Iterable[torch.Tensor]) -> float:
-        """Tell the largest scale that the gradients of these are multiplied by."""
+        """Return the largest scale that the gradients of these are multiplied by."""
         return max(self._scales.get(id(param), 1.0) for param in params)
 
     def reach(self, params: Iterable[torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ class Marks:
                 self.reached[id(param)] = param
 
     def any(self, params: Iterable[torch.Tensor], *marks: Mark) -> bool:
-        """Say whether one of these bears one of the marks."""
+        """Return whether one of these bears one of the marks."""
         return any(self._marks.get(id(param)) in marks for param in params)
 
 

@@ -73,7 +73,7 @@ class Losses:
                 self._unscaled(root)
 
     def _is_scaled(self, start: Node) -> bool:
-        """Say whether this is a scaled loss, or made of some, and forget those."""
+        """Return whether this is a scaled loss, or made of some, and forget those."""
         found = False
         queue = deque([start])
         seen = {id(start)}

@@ -120,7 +120,7 @@ def schedulers() -> list[type[LRScheduler]]:
 
 
 def place() -> str:
-    """Tell where in the user's own code we are, as file:line."""
+    """Return the place in the user's own code, as file:line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -131,7 +131,7 @@ def place() -> str:
 
 
 def _is_machinery(file: str) -> bool:
-    """Say whether code is ours, torch's, or stands between them and the user's."""
+    """Return whether code is ours, torch's, or stands between them and the user's."""
     if file.startswith((_OWN, _TORCH, "<")):
         return True
     return "contextlib" in file or "functools" in file

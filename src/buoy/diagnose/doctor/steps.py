@@ -75,7 +75,7 @@ class Steps:
             facts.call_at = place()
 
     def has_scheduler(self, optimizer: Optimizer) -> bool:
-        """Say whether a scheduler of this optimizer was seen."""
+        """Return whether a scheduler of this optimizer was seen."""
         known = self._schedulers.values()
         return any(other.scheduler.optimizer is optimizer for other in known)
 
@@ -90,7 +90,7 @@ class Steps:
             known.clearing.computed()
 
     def held(self) -> set[int]:
-        """Tell which parameters some optimizer holds, by their ids."""
+        """Return the ids of the parameters that an optimizer holds."""
         return {
             id(param)
             for known in self._optimizers.values()

@@ -169,7 +169,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[torch.Tensor]:
-    """Give the scaled loss to call `backward` on; then unscale and check.
+    """Yield the scaled loss to call `backward` on; then unscale and check.
 
     If the gradients are not finite, the next `step` of these optimizers does nothing.
     With `delay_unscale` they stay scaled, for a later pass to add to and unscale.
