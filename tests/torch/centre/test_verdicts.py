@@ -236,17 +236,10 @@ def test_state_that_is_no_dict_is_left_alone():
     assert scaler.last_step.verdict is Verdict.SCALE_TOO_HIGH
 
 
-def test_weights_are_looked_at_once_per_episode(monkeypatch):
-    """While nothing is applied nothing can have been poisoned; then it can again."""
-    from buoy.torch import outcome
-
-    looks = []
-    look = outcome.poisoned
-    monkeypatch.setattr(outcome, "poisoned", lambda o: looks.append(1) or look(o))
+def test_poison_is_found_after_an_episode_of_other_skips():
+    """Weights that were fine when the scale was too high are looked at again."""
     scaler, model, optimizer = started("adamw")
-    train(scaler, model, optimizer, ["inf"] * 5)
-    assert len(looks) == 1
-    train(scaler, model, optimizer, ["ok"])
+    train(scaler, model, optimizer, ["inf"] * 5 + ["ok"])
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     train(scaler, model, optimizer, ["ok"] * 2)
