@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 import pytest
 
@@ -253,3 +255,63 @@ def test_presets_name_their_bugs():
     ]
 
     assert len(documented) >= 15
+
+
+@buoy.register
+@dataclass(frozen=True)
+class _Sizes:
+    scale: float
+    sizes: tuple[float, ...]
+    last: Any
+
+
+def test_tuples_and_numbers_of_numpy_survive_json():
+    """A number comes back as Python's own, inf and NaN inside a tuple, too."""
+    np = pytest.importorskip("numpy")
+    state = _Sizes(2.0, (1.0, math.inf), np.float32(0.5))
+
+    saved = json.loads(json.dumps(buoy.encode(state)))
+    assert _Sizes(2.0, (1.0, math.inf), 0.5) == buoy.decode(saved)
+
+
+def test_what_cannot_be_found_again_cannot_be_registered():
+    """No dataclass, or one of a name that is taken."""
+    with pytest.raises(buoy.StateVersionError, match="Only dataclasses"):
+        buoy.register(int)
+    other = make_dataclass("Backoff", ["scale"])
+    with pytest.raises(buoy.StateVersionError, match="registered already, by buoy"):
+        buoy.register(other)
+
+
+def test_a_tensor_of_several_numbers_is_no_number():
+    """Saved states hold one number where Buoy needs one."""
+    np = pytest.importorskip("numpy")
+    torch = {
+        "scale": np.ones(2),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+
+    with pytest.raises(buoy.StateVersionError, match="`scale` .* must be one number"):
+        buoy.import_state(torch)
+
+
+DEEPSPEED = {
+    "cur_scale": 256.0,
+    "cur_iter": 12,
+    "last_overflow_iter": 4,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+}
+
+
+def test_deepspeeds_fp16_optimizer_is_read_without_hysteresis():
+    """Its state is a dict that counts none."""
+    found = buoy.import_state(DEEPSPEED)
+
+    assert 256.0 == found.state.scale
+    assert found.state.budget is None
+    with pytest.raises(buoy.StateVersionError, match="scale factor is 2, not 3.0"):
+        buoy.import_state(DEEPSPEED | {"scale_factor": 3.0})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -88,12 +89,6 @@ class Rounds(Good):
         return state.scale * 1.1
 
 
-@dataclass(frozen=True)
-class LossyState:
-    scale: float
-    memory: object = dataclasses.field(default=0.0, compare=False)
-
-
 class WrongOnArrays(Good):
     def up(self, state):
         return state.scale * (2.0 if isinstance(state.scale, (float, Opaque)) else 4.0)
@@ -156,6 +151,50 @@ class Unbounded:
 
     def init(self):
         return CountState(1024.0, 0)
+
+    def foresee(self, state, loss, *, ops=None):
+        return state
+
+    def update(self, state, seen, *, ops=None):
+        return state
+
+
+class Undecided(Good):
+    started: list = []  # noqa: RUF012
+
+    def init(self, *, scale=None):
+        self.started.append(1)
+        return CountState(1024.0, len(self.started))
+
+
+class WantsWings(Good):
+    wants = frozenset({"wings"})
+
+
+class InHalf(Good):
+    precision = "float16"
+
+
+class AsksWhereItStarts(Good):
+    def init(self, *, scale=None):
+        start = 512.0 if isinstance(scale, Opaque) else scale
+        return CountState(1024.0 if start is None else start, 0)
+
+
+class OtherOnDevices(Good):
+    def update(self, state, seen, *, ops=None):
+        after = super().update(state, seen, ops=ops)
+        hidden = isinstance(state.scale, Opaque)
+        return dataclasses.replace(after, count=after.count + hidden)
+
+
+class Loose:
+    """As good as `Good`, and no dataclass."""
+
+    wants, precision, bounds = frozenset(), "float32", buoy.Bounds()
+
+    def init(self, *, scale=None):
+        return CountState(1024.0 if scale is None else scale, 0)
 
     def foresee(self, state, loss, *, ops=None):
         return state
@@ -248,3 +287,33 @@ def test_opaque_numbers_compute_but_cannot_be_read():
     for read in (bool, float, int, round, math.floor):
         with pytest.raises(ContractError, match="no host read"):
             read(x)
+
+
+@pytest.mark.parametrize(
+    ("policy", "clause"),
+    [
+        (Loose, "frozen"),
+        (Undecided, "pure"),
+        (WantsWings, "wants"),
+        (InHalf, "precision"),
+        (AsksWhereItStarts, "no host read"),
+        (OtherOnDevices, "no host read"),
+    ],
+)
+def test_a_policy_that_is_broken_from_the_start_fails(policy, clause):
+    """Before any history is tried, or by its results on a device."""
+    with pytest.raises(ContractError, match=f"^{clause}:"):
+        check_policy(policy(), backends=(), examples=1)
+
+
+def test_an_unknown_backend_is_refused():
+    """A policy is not compared with what does not exist."""
+    with pytest.raises(ContractError, match="'keras' must be numpy, torch or jax"):
+        check_policy(Good(), backends=("keras",), examples=1)
+
+
+def test_the_suite_without_hypothesis_says_what_to_install(monkeypatch):
+    """It is a tool for developers, and no dependency."""
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(buoy.MissingBackendError, match="pip install hypothesis"):
+        check_policy(Good(), backends=())

@@ -69,6 +69,8 @@ def test_formats_are_found_by_dtype_names():
     assert "fp8_e4m3fn" == buoy.number_format("torch.float8_e4m3fn").name
     with pytest.raises(buoy.PolicyError, match="No number format.*fp16"):
         buoy.number_format("int8")
+    with pytest.raises(buoy.PolicyError, match="named by a string, got 16"):
+        buoy.number_format(16)
 
 
 def test_only_narrow_exponents_need_scaling():

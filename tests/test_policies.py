@@ -50,6 +50,7 @@ BAD = [
     (LogNormal, "mean_decay", 1.0),
     (LogNormal, "variance_decay", 0.0),
     (LogNormal, "deviations", -1.0),
+    (LogNormal, "skip_zero", "yes"),
     (LogNormal, "init_scale", 2.0**99),
     (Quirks, "arithmetic", "half"),
     (Quirks, "at_min", "stop"),
@@ -224,3 +225,24 @@ def test_giving_up_carries_the_state_to_go_on_from():
 
     assert 1.0 == caught.value.state.scale
     assert policy.update(caught.value.state, Seen(finite=True)).scale == 1.0
+
+
+def test_steps_of_the_logarithm_stop_at_the_bounds():
+    """Where a preset adds to the logarithm and clamps, the scale rests at its bound."""
+    policy = PeerBackoff(
+        init_scale=8.0,
+        growth_step=1.0,
+        growth_interval=1,
+        min_scale=4.0,
+        max_scale=16.0,
+    )
+
+    assert [16.0, 16.0, 8.0, 4.0, 4.0] == run(policy, "11000")
+
+
+def test_torchs_rule_does_not_look_at_the_loss():
+    """It may be asked to, as any policy."""
+    policy = buoy.policy("torch")
+    state = policy.init()
+
+    assert state == policy.foresee(state, 1e30)

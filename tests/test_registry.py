@@ -1,5 +1,6 @@
 """Policies by name: suggestions, presets' own parameters, third parties."""
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -91,6 +92,7 @@ def test_bad_preset_parameters_are_policy_errors(preset):
         ("colossalai", "hysteresis", -1),
         ("flax", "growth_interval", True),
         ("guided_diffusion", "fp16_scale_growth", None),
+        ("mindspore_amp", "scale_value", 0.5),
     ],
 )
 def test_preset_errors_speak_the_users_language(name, parameter, value):
@@ -218,3 +220,18 @@ def test_clashes_are_errors_and_built_in_names_cannot_be_taken(tmp_path):
 
     assert result.stdout.startswith("TorchRule\n"), result.stderr
     assert "plugin_c, plugin_d" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [
+        ("mmcv", {"mode": "static", "init_scale": 64.0}, buoy.Static(init_scale=64.0)),
+        ("cerebras", {"loss_scale": 64.0}, buoy.Static(init_scale=64.0)),
+        ("chainer", {"scale": 64.0}, buoy.Static(init_scale=64.0)),
+        ("bmtrain", {"loss_scale": None}, buoy.NoScaling()),
+        ("bmtrain", {"max_loss_scale": math.inf}, buoy.policy("bmtrain")),
+    ],
+)
+def test_a_preset_whose_peer_may_be_static_or_off_is_so_too(name, parameters, expected):
+    """By the peer's own parameters."""
+    assert expected == buoy.policy(name, **parameters)

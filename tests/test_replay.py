@@ -183,6 +183,7 @@ def test_a_policy_that_gives_up_stops_there_and_says_where() -> None:
     fairseq, torch = replay(trace, ["fairseq", "torch"])
     assert fairseq.collapsed_at == 28
     assert fairseq.steps == 29
+    assert fairseq.skipped_share == 1.0
     assert torch.collapsed_at is None
     assert torch.skipped == 100
 
@@ -275,3 +276,56 @@ def test_what_is_long_has_a_short_repr() -> None:
     assert repr(trace).startswith("Trace('synthetic:noise', 3000 steps")
     assert repr(result).startswith("Replayed('torch', skipped=")
     assert max(len(repr(trace)), len(repr(result)), len(repr(result.walk))) < 120
+
+
+def test_only_a_trace_can_be_replayed() -> None:
+    """A path or a list is answered with how to make one."""
+    with pytest.raises(buoy.TraceError, match=r"buoy\.trace\.read"):
+        replay("run.json", ["torch"])  # type: ignore[arg-type]
+
+
+@dataclass
+class Counted:
+    """A state that cannot be looked up: it is not frozen."""
+
+    scale: float
+
+
+@dataclass(frozen=True)
+class Brittle:
+    """A policy that gives up at its first overflow."""
+
+    wants: frozenset[str]
+    precision = "float32"
+    bounds = buoy.Bounds()
+
+    def init(self, *, scale: float | None = None) -> Counted:
+        return Counted(8.0 if scale is None else scale)
+
+    def foresee(self, state: Counted, loss: float, *, ops: Any = None) -> Counted:
+        return state
+
+    def update(self, state: Counted, seen: Seen, *, ops: Any = None) -> Counted:
+        if not seen.finite:
+            message = "one overflow is enough"
+            raise buoy.ScaleCollapsedError(message)
+        return Counted(state.scale)
+
+
+@pytest.mark.parametrize("wants", [frozenset(), frozenset({"amax_log2"})])
+def test_a_policy_may_give_up_without_a_state(wants: frozenset[str]) -> None:
+    """Then its last one counts; whether it measures, and whatever its state is."""
+    trace = Trace(amax_log2=(1.0, math.inf, 1.0))
+    (result,) = replay(trace, [Brittle(wants)])
+    assert (result.collapsed_at, result.steps) == (1, 2)
+    assert result.final_scale == 8.0
+
+
+def test_a_share_of_small_gradients_is_not_shown_if_all_are_zero() -> None:
+    """Nothing is left to take a share of: the scale rises as if it was not measured."""
+    below = Histogram(0, -70, (1,))
+    sizes = (-60.0,) * 64
+    with_histogram = Trace(amax_log2=sizes, weight_histograms=(below,))
+    (shown,) = replay(with_histogram, ["headroom"])
+    (blind,) = replay(Trace(amax_log2=sizes), ["headroom"])
+    assert list(shown.scales()) == list(blind.scales())

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,14 @@ DAMAGED = {
     "histogram of zeros": (
         '{"buoy_trace": 1, "amax_log2": [1], '
         '"weight_histograms": [{"start": 0, "low": 1, "counts": [0]}]}'
+    ),
+    "counts are no list": (
+        '{"buoy_trace": 1, "amax_log2": [1], '
+        '"weight_histograms": [{"start": 0, "low": 1, "counts": 3}]}'
+    ),
+    "count is a word": (
+        '{"buoy_trace": 1, "amax_log2": [1], '
+        '"weight_histograms": [{"start": 0, "low": 1, "counts": ["x"]}]}'
     ),
     "low is not whole": (
         '{"buoy_trace": 1, "amax_log2": [1], '
@@ -231,3 +240,39 @@ def test_the_head_of_a_trace_is_a_trace() -> None:
     assert head.amax_log2 == (1.0, 2.0)
     assert head.loss_log2 == (4.0, 5.0)
     assert head.weight_histograms == (Histogram(0, 0, (1,)),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"amax_log2": ("one",)}, "one number per step"),
+        ({"amax_log2": (1e300,)}, "holds logarithms to base 2"),
+        ({"zero_log2": 16.0, "max_log2": 16.0}, "`zero_log2` must be below `max_log2`"),
+        ({"name": 3}, "`name` must be a string, got 3"),
+        ({"weight_histograms": (7,)}, "must hold histograms only"),
+        (
+            {"weight_histograms": (Histogram(-1, 0, (1,)),)},
+            "must start at step 0 or later, got -1",
+        ),
+    ],
+)
+def test_a_trace_that_makes_no_sense_is_refused(
+    fields: dict[str, Any], said: str
+) -> None:
+    """The message names the field and what it holds."""
+    with pytest.raises(buoy.TraceError, match=said):
+        Trace(**{"amax_log2": (1.0,), **fields})
+
+
+def test_a_histogram_begins_at_whole_numbers() -> None:
+    """Its step and its lowest binade are counted."""
+    with pytest.raises(buoy.TraceError, match="must be whole numbers, got 0 and 0.5"):
+        Histogram(0, 0.5, (1,))  # type: ignore[arg-type]
+
+
+def test_a_file_with_keys_of_nobody_is_refused(tmp_path: Path) -> None:
+    """They may be a misspelling of one that counts."""
+    path = tmp_path / "run.json"
+    path.write_text('{"buoy_trace": 1, "amax_log2": [1], "los_log2": [1]}')
+    with pytest.raises(buoy.TraceError, match="unknown keys.*los_log2"):
+        buoy.trace.read(path)

@@ -153,3 +153,5 @@ def test_long_traces_are_cut_for_policies_and_that_is_said(
     trace = buoy.trace.synthetic("spikes", steps=2000)
     (best,) = tune(trace, ["torch"], tries={"growth_interval": [100]}).policies
     assert best.steps == 500
+    (best,) = tune(trace, "headroom", tries={"max_log2": [14.0]}).policies
+    assert best.steps == 125  # one that measures takes four times as long

@@ -101,10 +101,18 @@ class Listing(buoy.NoScaling):
     table: list[float] = field(default_factory=lambda: [1.0, 2.0])
 
 
+class Thawed(buoy.NoScaling):
+    """A policy that may be changed, and so has no hash."""
+
+    __hash__ = None
+
+
 def test_a_policy_without_a_hash_is_refused():
     """Before anything is compiled, with the field that has none."""
     with pytest.raises(UnhashablePolicyError, match="`table`, .1.0, 2.0.*a tuple"):
         loss_scaled(optax.adam(1e-3), Listing())
+    with pytest.raises(UnhashablePolicyError, match="the policy itself has no hash"):
+        loss_scaled(optax.adam(1e-3), Thawed())
 
 
 def test_a_policy_in_float64_names_the_switch():

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import struct
+import sys
 import threading
 from pathlib import Path
 
@@ -134,6 +135,12 @@ def test_mlflow(tmp_path):
     ]
     assert client.get_run(sink.run_id).info.status == "FINISHED"
 
+    mlflow.set_tracking_uri(uri)
+    with mlflow.start_run() as active:
+        sink = MLflow(tracking_uri=uri, every=1)
+        train(tmp_path, sink)
+        assert sink.run_id == active.info.run_id
+
 
 @pytest.mark.slow
 def test_wandb(tmp_path, monkeypatch):
@@ -194,14 +201,23 @@ def test_sinks_alone_need_no_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_a_package_that_is_missing_costs_the_sink_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("sink", "modules", "package"),
+    [
+        (MLflow, ["mlflow"], "mlflow"),
+        (WandB, ["wandb"], "wandb"),
+        (TensorBoard, ["tensorboardX", "torch.utils.tensorboard"], "tensorboardX"),
+    ],
+)
+def test_a_package_that_is_missing_costs_the_sink_alone(
+    sink, modules, package, tmp_path, monkeypatch
+):
     """The warning says what to install."""
-    import sys
-
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    recorder = Recorder(None, sinks=[MLflow()])
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    recorder = Recorder(None, sinks=[sink(tmp_path) if sink is TensorBoard else sink()])
     recorder.step(scale=1.0, applied=True)
-    with pytest.warns(TraceWarning, match="pip install mlflow"):
+    with pytest.warns(TraceWarning, match=f"pip install {package}"):
         recorder.flush()
     recorder.close()
     assert values(Row(0, 1.0, True)) == {"scale": 1.0, "skipped": 0.0}

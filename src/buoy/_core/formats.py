@@ -51,11 +51,6 @@ class Format:
         return log2(self.max)
 
     @property
-    def binades(self) -> float:
-        """log2 of the ratio of the largest to the smallest number."""
-        return log2(self.max) - log2(self.smallest_subnormal)
-
-    @property
     def needs_scaling(self) -> bool:
         """Whether gradients need scaling; the range is smaller than float32's."""
         return self.exponent_bits < 8

@@ -57,10 +57,7 @@ def single(x: float) -> float:
         >>> single(1e39)
         inf
     """
-    try:
-        rounded: float = _UNPACK(_PACK(x))[0]
-    except OverflowError:
-        return math.copysign(math.inf, x)
+    rounded: float = _UNPACK(_PACK(x))[0]
     return rounded
 
 

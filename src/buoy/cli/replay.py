@@ -1,5 +1,6 @@
 """`buoy replay`: what other policies would have done."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import click
@@ -7,7 +8,6 @@ import click
 from buoy._core.policies.policy import Policy
 from buoy._core.replay.compare import Replayed, replay_with_oracle
 from buoy._core.replay.trace import Trace
-from buoy._core.replay.walk import log2_of
 from buoy._core.text import printable
 from buoy.cli.render import describe, json_out, percent, scale, stages, table
 from buoy.cli.spec import FILE, FORMAT, JSON, made, opened, policy_option
@@ -128,7 +128,7 @@ def _row(result: Replayed) -> tuple[str, ...]:
         percent(result.weight_underflow),
         percent(result.activation_underflow),
         scale(result.mean_scale_log2, 1),
-        scale(log2_of(result.final_scale)),
+        scale(math.log2(result.final_scale)),
         f"{result.too_low:.2f}",
         f"{result.too_high:.2f}",
     )

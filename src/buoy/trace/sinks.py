@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,8 +223,8 @@ class WandB:
 class MLflow:
     """Log metrics under `buoy/` to MLflow.
 
-    Takes the id of an existing run; otherwise uses the active one, or a new one in
-    `experiment`.
+    Takes the id of an existing run; otherwise uses the run that is active where the
+    sink is made, or a new one in `experiment`.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class MLflow:
         experiment: str = "buoy",
         every: int = 10,
     ) -> None:
-        self.run_id = run_id
+        self.run_id = _active_run() if run_id is None else run_id
         self._uri, self._experiment, self._every = tracking_uri, experiment, every
         self._client: Any = None
         self._own = False
@@ -259,9 +260,6 @@ class MLflow:
         except ImportError as error:
             raise _missing("MLflow", "mlflow-skinny") from error
         self._client = mlflow.MlflowClient(tracking_uri=self._uri)
-        active = mlflow.active_run() if self.run_id is None else None
-        if active is not None:
-            self.run_id = active.info.run_id
         if self.run_id is None:
             found = self._client.get_experiment_by_name(self._experiment)
             number = (
@@ -276,3 +274,10 @@ class MLflow:
         """Finish a run that was started here."""
         if self._own:
             self._client.set_terminated(self.run_id)
+
+
+def _active_run() -> str | None:
+    """Return the id of MLflow's active run, which only this thread can ask for."""
+    mlflow = sys.modules.get("mlflow")
+    active = None if mlflow is None else mlflow.active_run()
+    return None if active is None else str(active.info.run_id)

@@ -5,7 +5,6 @@ every transition is computed once.  Other policies run step by step.
 """
 
 import math
-import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from buoy._core.replay.trace import Trace
 from buoy._core.state import Seen
 from buoy._core.step import MEASUREMENTS, SMALL_LOG2
 
-__all__ = ["Walk", "log2_of", "walk"]
+__all__ = ["Walk", "walk"]
 
 _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
@@ -101,26 +100,6 @@ class Walk:
                 at = stop
 
 
-def log2_of(scale: float) -> float:
-    """Return log2 of a scale, which may be 0, inf or NaN."""
-    return math.log2(scale) if 0.0 < scale < math.inf else _odd_log2(scale)
-
-
-def _odd_log2(scale: float) -> float:
-    if scale == 0.0:
-        return -math.inf
-    return scale if scale > 0.0 else math.nan
-
-
-def _limit(trace: Trace, exponent: float) -> float:
-    """Return the largest log2 amax that does not overflow: exact ties do not."""
-    if exponent == -math.inf:  # 0 * inf is NaN
-        return sys.float_info.max
-    if exponent == math.inf:  # 0 * inf again
-        return math.nan
-    return trace.max_log2 - exponent
-
-
 def walk(policy: Policy, trace: Trace) -> Walk:
     """Run `policy` over `trace`.
 
@@ -164,8 +143,8 @@ class _Machine:
         number = self.numbers.setdefault(state, len(self.states))
         if number == len(self.states):
             if state.scale not in self.entered:
-                exponent = log2_of(state.scale)
-                self.entered[state.scale] = exponent, _limit(self.trace, exponent)
+                exponent = math.log2(state.scale)
+                self.entered[state.scale] = exponent, self.trace.max_log2 - exponent
             exponent, limit = self.entered[state.scale]
             self.states.append(state)
             self.exponents.append(exponent)
@@ -259,8 +238,8 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
                 state = foreseen(policy, state, loss, ops=PLAIN, bounds=bounds)
             if state.scale != scale:
                 scale = state.scale
-                exponent = log2_of(scale)
-                limit = _limit(trace, exponent)
+                exponent = math.log2(scale)
+                limit = trace.max_log2 - exponent
                 starts.append(step)
                 exponents.append(exponent)
             finite = amax <= limit
