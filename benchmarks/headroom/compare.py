@@ -24,7 +24,8 @@ from benchmarks.headroom import split
 from benchmarks.headroom.regimes import REGIMES
 
 LIMIT = math.log2(65504.0)
-ZERO, SMALL = -25.0, -20.0
+ZERO = -25.0
+SMALL = -20.0
 TRACES = Path(__file__).parent / "traces"
 
 
@@ -36,7 +37,8 @@ class Shares:
         for i in range(1, len(counts)):  # a block without samples
             if not counts[i].sum():
                 counts[i] = counts[i - 1]
-        self.low, self.block = packed["low"], block
+        self.low = packed["low"]
+        self.block = block
         total = np.cumsum(counts, 1) / counts.sum(1, keepdims=True)
         self.below = np.pad(total, ((0, 0), (1, 0)))
 

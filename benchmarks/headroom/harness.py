@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 import buoy
 from benchmarks.headroom import judge as judging
@@ -23,7 +24,8 @@ from benchmarks.headroom.judge import EXACT, SEEDS, STOCK, Judgement, Outcome, R
 
 __all__ = ["PACKAGE", "Trainings", "outcome_of"]
 
-PACKAGE, HERE = Path(buoy.__file__).parent, Path(__file__).parent
+PACKAGE = Path(buoy.__file__).parent
+HERE = Path(__file__).parent
 COUNTED = 2000  # skips are counted in the first so many steps
 
 
@@ -37,7 +39,7 @@ class Scheduled(Protocol):
     def bad(self) -> Schedule | None: ...
 
 
-def outcome_of(codes: np.ndarray, seen: Iterable[Any]) -> Outcome:
+def outcome_of(codes: np.ndarray, seen: Iterable[ArrayLike]) -> Outcome:
     """Sum up a training; `seen` has five arrays with a number for each step.
 
     These are: whether the step was applied, how many gradients were 0 in FP16 and not
@@ -65,18 +67,21 @@ class Trainings:
     def __init__(
         self,
         tasks: Mapping[str, Scheduled],
-        train: Callable[[str, Any, int, np.ndarray], Outcome],
+        train: Callable[[str, str | buoy.Policy, int, np.ndarray], Outcome],
         files: Callable[[str], Iterable[Path]],
         quick: Sequence[str] = (),
         forget: Callable[[], None] = lambda: None,
         where: str = "",
     ) -> None:
-        self.tasks, self.quick = tasks, quick
+        self.tasks = tasks
+        self.quick = quick
         self._train = cache(train_with(tasks, train))
-        self._files, self._drop, self._where = files, forget, where
+        self._files = files
+        self._drop = forget
+        self._where = where
 
     def run(
-        self, name: str, policy: Any, seed: int = 0, *, bad: bool = True
+        self, name: str, policy: str | buoy.Policy, seed: int = 0, *, bad: bool = True
     ) -> Outcome:
         """Train under a policy, by name or object; `fp32` is the training in FP32.
 
@@ -90,7 +95,10 @@ class Trainings:
         self._drop()
 
     def judge(
-        self, name: str, policy: Any = "headroom", seeds: Sequence[int] = SEEDS
+        self,
+        name: str,
+        policy: str | buoy.Policy = "headroom",
+        seeds: Sequence[int] = SEEDS,
     ) -> Judgement:
         """Run a task under a policy, torch's rule and FP32, and check every bound."""
         return judging.judge(self.run, name, policy, seeds)
@@ -104,7 +112,9 @@ class Trainings:
         found = {key: Outcome(**one) for key, one in map(json.loads, lines)}
         digest = cache(self._digest)
 
-        def kept(name: str, policy: Any, seed: int = 0, *, bad: bool = True) -> Outcome:
+        def kept(
+            name: str, policy: str | buoy.Policy, seed: int = 0, *, bad: bool = True
+        ) -> Outcome:
             bad = bad and self._is_bad(name)
             key = f"{name} {policy} {seed} {bad} {digest(name, policy)}"
             if key not in found:
@@ -115,7 +125,7 @@ class Trainings:
 
         return kept
 
-    def _digest(self, name: str, policy: Any) -> str:
+    def _digest(self, name: str, policy: str | buoy.Policy) -> str:
         """Hash the files that an outcome depends on, of other policies' files none."""
         files = [
             *sorted((PACKAGE / "_core").glob("*.py")),
@@ -172,12 +182,13 @@ class Trainings:
 
 def train_with(
     tasks: Mapping[str, Scheduled],
-    train: Callable[[str, Any, int, np.ndarray], Outcome],
-) -> Callable[[str, Any, int, bool], Outcome]:
+    train: Callable[[str, str | buoy.Policy, int, np.ndarray], Outcome],
+) -> Callable[[str, str | buoy.Policy, int, bool], Outcome]:
     """Return a function that draws the bad batches of a seed, and trains."""
 
-    def trained(name: str, policy: Any, seed: int, bad: bool) -> Outcome:
-        steps, schedule = tasks[name].steps, tasks[name].bad
+    def trained(name: str, policy: str | buoy.Policy, seed: int, bad: bool) -> Outcome:
+        steps = tasks[name].steps
+        schedule = tasks[name].bad
         codes = np.full(steps, GOOD)
         if bad and schedule is not None:
             codes = schedule(np.random.default_rng(seed), steps)

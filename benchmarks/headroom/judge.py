@@ -7,7 +7,9 @@ This file knows no framework.  `trainings` runs tasks in JAX, `torch_trainings` 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
+
+import buoy
 
 __all__ = ["EXACT", "SEEDS", "STOCK", "Judgement", "Outcome", "Run", "judge"]
 
@@ -34,7 +36,7 @@ class Run(Protocol):
     """Train; with `bad=False`, without the bad batches that the task injects."""
 
     def __call__(
-        self, name: str, policy: Any, seed: int = 0, *, bad: bool = True
+        self, name: str, policy: str | buoy.Policy, seed: int = 0, *, bad: bool = True
     ) -> Outcome: ...
 
 
@@ -43,7 +45,7 @@ class Judgement:
     """The outcomes of a policy over all seeds, and the bounds that it breaks."""
 
     task: str
-    policy: Any
+    policy: str | buoy.Policy
     outcomes: tuple[Outcome, ...]
     exact: tuple[Outcome, ...]
     broken: tuple[str, ...]  # one sentence each; empty if every bound holds
@@ -70,7 +72,10 @@ class Judgement:
 
 
 def judge(
-    run: Run, task: str, policy: Any = "headroom", seeds: Sequence[int] = SEEDS
+    run: Run,
+    task: str,
+    policy: str | buoy.Policy = "headroom",
+    seeds: Sequence[int] = SEEDS,
 ) -> Judgement:
     """Run a task under a policy, torch's rule and FP32, and check every bound.
 

@@ -81,8 +81,9 @@ def _with_gradient(x: Any, change: Callable[[Any], Any]) -> Any:
 class _Run:
     """One training: a net in FP16, its copy in FP32, and the optimizer."""
 
-    def __init__(self, task: Task, policy: Any, seed: int) -> None:
-        self.task, exactly = task, policy == EXACT
+    def __init__(self, task: Task, policy: str | buoy.Policy, seed: int) -> None:
+        self.task = task
+        exactly = policy == EXACT
         self.half = not exactly
         self.full_net = _net(task, "float32", seed)
         self.net = _net(task, "mixed_float16", seed) if self.half else self.full_net
@@ -137,7 +138,8 @@ class _Run:
 
 def _net(task: Task, dtype: str, seed: int) -> keras.Model:
     x, bits, spoil = (keras.Input((n,)) for n in (task.widths[0], 1, 1))
-    inputs, last = [x, bits, spoil], len(task.widths) - 2
+    inputs = [x, bits, spoil]
+    last = len(task.widths) - 2
     for i, width in enumerate(task.widths[1:]):
         bend = None if i == last else "tanh"
         x = keras.layers.Dense(width, activation=bend, dtype=dtype)(x)
@@ -200,7 +202,8 @@ def _in_torch(one: _Run) -> Loop:
 def _in_jax(one: _Run) -> Loop:
     import jax
 
-    optimizer, variables = one.optimizer, one.net.trainable_variables
+    optimizer = one.optimizer
+    variables = one.net.trainable_variables
 
     def scaled(weights: Any, own: Any, batch: _Batch) -> Any:
         pairs = list(zip(optimizer.variables, own, strict=True))
@@ -231,7 +234,9 @@ def _in_jax(one: _Run) -> Loop:
 LOOPS = {"tensorflow": _in_tensorflow, "torch": _in_torch, "jax": _in_jax}
 
 
-def _train(name: str, policy: Any, seed: int, codes: np.ndarray) -> Outcome:
+def _train(
+    name: str, policy: str | buoy.Policy, seed: int, codes: np.ndarray
+) -> Outcome:
     task = TASKS[name]
     one = _Run(task, policy, seed)
     data = task.draw(np.random.default_rng([seed, 2]), task.steps)
@@ -261,7 +266,9 @@ def _files(name: str) -> list[Path]:
 
 
 TRAININGS = Trainings(TASKS, _train, _files, mlp_tasks.QUICK, where=BACKEND)
-run, judge, main = TRAININGS.run, TRAININGS.judge, TRAININGS.main
+run = TRAININGS.run
+judge = TRAININGS.judge
+main = TRAININGS.main
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Arrays:
 ARRAYS = Arrays()
 
 
-def started(policy: Any, lanes: int) -> Any:
+def started(policy: buoy.Policy, lanes: int) -> Any:
     """Return the policy's first state, for so many lanes."""
     return map_state(lambda x: np.full(lanes, float(x)), policy.init())
 
@@ -94,17 +94,22 @@ class Runs:
         self.weights = Tables([trace.weights for trace in traces])
         self.activations = Tables([trace.activations for trace in traces])
 
-    def grid(self, policy: Any, loss: str, *, clips: bool = False) -> np.ndarray:
+    def grid(
+        self, policy: buoy.Policy, loss: str, *, clips: bool = False
+    ) -> np.ndarray:
         """Return [trace, regime, (skips per 1000, % weights lost, % activations)]."""
-        wants, wanted = policy.wants, schedule(policy.wants, clips=clips)
+        wants = policy.wants
+        wanted = schedule(policy.wants, clips=clips)
         shown = self.losses + (self.shift if loss == "moves" else 0)
-        state, found = started(policy, len(self.trace)), np.zeros((3, len(self.trace)))
+        state = started(policy, len(self.trace))
+        found = np.zeros((3, len(self.trace)))
         for step, (sizes, shift) in enumerate(zip(self.sizes, self.shift, strict=True)):
             live = step < self.length
             if "loss" in wants and loss != "unseen":
                 state = policy.foresee(state, np.exp2(shown[step]), ops=ARRAYS)
             k = np.log2(state.scale)
-            finite, zero = sizes + k <= LIMIT, ZERO - k - shift
+            finite = sizes + k <= LIMIT
+            zero = ZERO - k - shift
             due = {name for name, one in wanted.items() if one.due(step)}
             share = None
             if "underflow" in due:
@@ -133,7 +138,7 @@ def runs(names: tuple[str, ...]) -> Runs:
 
 
 def grid(
-    policy: Any, names: tuple[str, ...], loss: str, *, clips: bool = False
+    policy: buoy.Policy, names: tuple[str, ...], loss: str, *, clips: bool = False
 ) -> np.ndarray:
     """Run everything: [trace, regime, (skips, weights, activations)]."""
     return runs(names).grid(policy, loss, clips=clips)

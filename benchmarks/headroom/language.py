@@ -14,21 +14,21 @@ class GPT(nn.Module):
 
     def __init__(self, vocab: int, width: int, length: int, depth: int = 2) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.tok = nn.Embedding(vocab, width)
+        self.pos = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
             )
             for _ in range(depth)
         )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[1]
-        h, mask = (
-            self.tok(x) + self.pos(torch.arange(n)),
-            nn.Transformer.generate_square_subsequent_mask(n),
-        )
+        h = self.tok(x) + self.pos(torch.arange(n))
+        mask = nn.Transformer.generate_square_subsequent_mask(n)
         for block in self.blocks:
             h = block(h, src_mask=mask)
         return self.head(self.norm(h))

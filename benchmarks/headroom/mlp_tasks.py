@@ -82,7 +82,8 @@ def _with_tails(rng: np.random.Generator, steps: int) -> Data:
 
 def _field(rng: np.random.Generator, steps: int) -> Data:
     """A field of 64 values, as in `training_tasks.units.field`."""
-    w1, w2 = rng.normal(size=(4, 32)), rng.normal(size=(32, 64)) / 5
+    w1 = rng.normal(size=(4, 32))
+    w2 = rng.normal(size=(32, 64)) / 5
     x = rng.normal(size=(steps, 128, 4))
     y = (np.sin(x @ w1) @ w2).astype(np.float32)
     return Data(x.astype(np.float32), y, np.zeros(steps, np.float32))

@@ -23,7 +23,10 @@ from benchmarks.headroom import fresh, untouched  # noqa: F401 - enter their tas
 from benchmarks.headroom.split import ALL
 from benchmarks.headroom.tasks import TASKS
 
-BLOCK, EVERY, LOW, HIGH = 50, 5, -110, 40
+BLOCK = 50
+EVERY = 5
+LOW = -110
+HIGH = 40
 HERE = Path(__file__).parent / "traces"
 
 
@@ -48,7 +51,8 @@ def log2(x: float) -> float:
 def pack(counts: np.ndarray) -> dict[str, object]:
     """Trim the empty binades on both sides."""
     used = np.flatnonzero(counts.sum(0))
-    lo, hi = int(used[0]), int(used[-1]) + 1
+    lo = int(used[0])
+    hi = int(used[-1]) + 1
     return {"low": lo + LOW, "counts": counts[:, lo:hi].tolist()}
 
 
@@ -58,7 +62,9 @@ def record(name: str) -> dict[str, object]:
     modules, loss_at, lr, steps = TASKS[name]()
     params = [p for m in modules for p in m.parameters()]
     optimizer = torch.optim.Adam(params, lr, eps=1e-15)
-    weights, acts, look = Meter(steps), Meter(steps), [False, 0]
+    weights = Meter(steps)
+    acts = Meter(steps)
+    look = [False, 0]
 
     def tap(module: nn.Module, args: object, out: object) -> None:
         out = out[0] if isinstance(out, tuple) else out
@@ -69,7 +75,9 @@ def record(name: str) -> dict[str, object]:
         for leaf in m.modules():
             if not list(leaf.children()):
                 leaf.register_forward_hook(tap)
-    amax, norms, losses = [], [], []
+    amax = []
+    norms = []
+    losses = []
     for t in range(steps):
         look[:] = [t % EVERY == 0 or t % EVERY == 1, t]
         optimizer.zero_grad()

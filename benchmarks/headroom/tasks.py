@@ -30,7 +30,8 @@ def mlp(*widths: int, act: type[nn.Module] = nn.Tanh) -> nn.Sequential:
 
 @task("mlp_classify")
 def mlp_classify() -> Task:
-    net, means = mlp(32, 64, 64, 10, act=nn.ReLU), 0.7 * torch.randn(10, 32)
+    net = mlp(32, 64, 64, 10, act=nn.ReLU)
+    means = 0.7 * torch.randn(10, 32)
 
     def loss(t: int) -> Tensor:
         y = torch.randint(10, (64,))
@@ -41,7 +42,8 @@ def mlp_classify() -> Task:
 
 @task("mlp_regress_big")
 def mlp_regress_big() -> Task:
-    net, w = mlp(16, 64, 64, 1, act=nn.GELU), torch.randn(16, 1)
+    net = mlp(16, 64, 64, 1, act=nn.GELU)
+    w = torch.randn(16, 1)
 
     def loss(t: int) -> Tensor:
         x = torch.randn(64, 16)
@@ -52,7 +54,9 @@ def mlp_regress_big() -> Task:
 
 def field(unit: float) -> Task:
     net = mlp(4, 48, 48, 64)
-    w1, phase, w2 = torch.randn(4, 32), torch.randn(32), torch.randn(32, 64) / 5
+    w1 = torch.randn(4, 32)
+    phase = torch.randn(32)
+    w2 = torch.randn(32, 64) / 5
 
     def loss(t: int) -> Tensor:
         x = torch.randn(128, 4)
@@ -68,12 +72,14 @@ TASKS["field_1e-5"] = lambda: field(1e-5)
 
 @task("feature_grid")
 def feature_grid() -> Task:
-    grid, net = nn.Embedding(32 * 32, 8), mlp(8, 32, 3, act=nn.ReLU)
+    grid = nn.Embedding(32 * 32, 8)
+    net = mlp(8, 32, 3, act=nn.ReLU)
     nn.init.normal_(grid.weight, std=1e-2)
 
     def loss(t: int) -> Tensor:
         xy = torch.rand(256, 2) * 30.99
-        lo, frac = xy.floor().long(), xy % 1
+        lo = xy.floor().long()
+        frac = xy % 1
         feats = torch.zeros(256, 8)
         for dx in (0, 1):
             for dy in (0, 1):
@@ -87,7 +93,8 @@ def feature_grid() -> Task:
 
 @task("bandit")
 def bandit() -> Task:
-    net, w = mlp(8, 48, 48, 4), torch.randn(8, 4)
+    net = mlp(8, 48, 48, 4)
+    w = torch.randn(8, 4)
 
     def loss(t: int) -> Tensor:
         x = torch.randn(256, 8)
@@ -101,11 +108,9 @@ def bandit() -> Task:
 
 @task("gru_recall")
 def gru_recall() -> Task:
-    embed, gru, head = (
-        nn.Embedding(16, 24),
-        nn.GRU(24, 48, batch_first=True),
-        nn.Linear(48, 16),
-    )
+    embed = nn.Embedding(16, 24)
+    gru = nn.GRU(24, 48, batch_first=True)
+    head = nn.Linear(48, 16)
 
     def loss(t: int) -> Tensor:
         x = torch.randint(16, (32, 24))
@@ -127,7 +132,8 @@ def deep_narrow() -> Task:
 
 @task("autoencoder")
 def autoencoder() -> Task:
-    net, basis = mlp(64, 48, 6, 48, 64, act=nn.SiLU), torch.randn(6, 64)
+    net = mlp(64, 48, 6, 48, 64, act=nn.SiLU)
+    basis = torch.randn(6, 64)
 
     def loss(t: int) -> Tensor:
         x = torch.sigmoid(torch.randn(64, 6) @ basis)
@@ -138,7 +144,8 @@ def autoencoder() -> Task:
 
 @task("skipgram")
 def skipgram() -> Task:
-    words, contexts = nn.Embedding(1000, 16), nn.Embedding(1000, 16)
+    words = nn.Embedding(1000, 16)
+    contexts = nn.Embedding(1000, 16)
     rank = 1 / torch.arange(1.0, 1001)
 
     def loss(t: int) -> Tensor:
@@ -154,14 +161,14 @@ def skipgram() -> Task:
 
 @task("gan")
 def gan() -> Task:
-    make, judge = mlp(4, 32, 32, 2, act=nn.ReLU), mlp(2, 32, 32, 1, act=nn.ReLU)
+    make = mlp(4, 32, 32, 2, act=nn.ReLU)
+    judge = mlp(2, 32, 32, 1, act=nn.ReLU)
 
     def loss(t: int) -> Tensor:
-        fake, real = (
-            make(torch.randn(64, 4)),
-            torch.randn(64, 2).sign() + 0.1 * torch.randn(64, 2),
-        )
-        make.requires_grad_(t % 2 == 1), judge.requires_grad_(t % 2 == 0)
+        fake = make(torch.randn(64, 4))
+        real = torch.randn(64, 2).sign() + 0.1 * torch.randn(64, 2)
+        make.requires_grad_(t % 2 == 1)
+        judge.requires_grad_(t % 2 == 0)
         if t % 2:  # the generator's turn
             return F.softplus(-judge(make(torch.randn(64, 4)))).mean()
         return (F.softplus(judge(fake.detach())) + F.softplus(-judge(real))).mean()
@@ -186,7 +193,8 @@ def convnet() -> Task:
 
 @task("small_batch")
 def small_batch() -> Task:
-    net, w = mlp(16, 64, 64, 5, act=nn.ReLU), torch.randn(16, 5)
+    net = mlp(16, 64, 64, 5, act=nn.ReLU)
+    w = torch.randn(16, 5)
 
     def loss(t: int) -> Tensor:  # batch of 2: nearly solved, rare hard examples
         x = torch.randn(2, 16)
@@ -197,7 +205,8 @@ def small_batch() -> Task:
 
 @task("warm_lr")
 def warm_lr() -> Task:
-    net, w = mlp(16, 64, 64, 64, 8, act=nn.ReLU), torch.randn(16, 8)
+    net = mlp(16, 64, 64, 64, 8, act=nn.ReLU)
+    w = torch.randn(16, 8)
 
     def loss(t: int) -> Tensor:  # one epoch's fixed data: loss falls for ever
         torch.manual_seed(t % 16)
@@ -209,7 +218,8 @@ def warm_lr() -> Task:
 
 @task("bce512")
 def bce512() -> Task:
-    net, proto = mlp(16, 32, 512), torch.randn(512, 16)
+    net = mlp(16, 32, 512)
+    proto = torch.randn(512, 16)
 
     def loss(t: int) -> Tensor:
         y = torch.randint(512, (256,))
@@ -221,12 +231,15 @@ def bce512() -> Task:
 
 @task("contrastive")
 def contrastive() -> Task:
-    left, right = mlp(32, 64, 16, act=nn.ReLU), mlp(32, 64, 16, act=nn.ReLU)
-    a, b = torch.randn(8, 32), torch.randn(8, 32)
+    left = mlp(32, 64, 16, act=nn.ReLU)
+    right = mlp(32, 64, 16, act=nn.ReLU)
+    a = torch.randn(8, 32)
+    b = torch.randn(8, 32)
 
     def loss(t: int) -> Tensor:
         z = torch.randn(64, 8)
-        u, v = F.normalize(left(z @ a), dim=1), F.normalize(right(z @ b), dim=1)
+        u = F.normalize(left(z @ a), dim=1)
+        v = F.normalize(right(z @ b), dim=1)
         return F.cross_entropy(u @ v.T / 0.07, torch.arange(64))
 
     return [left, right], loss, 1e-3, 2500
@@ -234,7 +247,8 @@ def contrastive() -> Task:
 
 @task("deep_resmlp")
 def deep_resmlp() -> Task:
-    stem, head = nn.Linear(16, 32), nn.Linear(32, 4)
+    stem = nn.Linear(16, 32)
+    head = nn.Linear(32, 4)
     blocks = nn.ModuleList(
         nn.Sequential(nn.LayerNorm(32), mlp(32, 64, 32, act=nn.GELU)) for _ in range(8)
     )
@@ -251,7 +265,8 @@ def deep_resmlp() -> Task:
 
 @task("rnn_add")
 def rnn_add() -> Task:
-    rnn, head = nn.RNN(2, 48, batch_first=True), nn.Linear(48, 1)
+    rnn = nn.RNN(2, 48, batch_first=True)
+    head = nn.Linear(48, 1)
 
     def loss(t: int) -> Tensor:
         x = torch.rand(32, 30, 2)
@@ -283,7 +298,8 @@ def conv_denoise() -> Task:
 
 @task("heavy_tail")
 def heavy_tail() -> Task:
-    net, w = mlp(12, 48, 48, 1, act=nn.SiLU), torch.randn(12, 1)
+    net = mlp(12, 48, 48, 1, act=nn.SiLU)
+    w = torch.randn(12, 1)
     noise = torch.distributions.StudentT(1.5)
 
     def loss(t: int) -> Tensor:
@@ -295,12 +311,10 @@ def heavy_tail() -> Task:
 
 @task("actor_critic")
 def actor_critic() -> Task:
-    body, actor, critic, w = (
-        mlp(8, 48, 48),
-        nn.Linear(48, 4),
-        nn.Linear(48, 1),
-        torch.randn(8, 4),
-    )
+    body = mlp(8, 48, 48)
+    actor = nn.Linear(48, 4)
+    critic = nn.Linear(48, 1)
+    w = torch.randn(8, 4)
 
     def loss(t: int) -> Tensor:  # signed loss that crosses zero
         x = torch.randn(64, 8)
@@ -320,7 +334,8 @@ def actor_critic() -> Task:
 
 @task("sum_loss")
 def sum_loss() -> Task:
-    net, w = mlp(16, 48, 48, 10, act=nn.ReLU), torch.randn(16, 10)
+    net = mlp(16, 48, 48, 10, act=nn.ReLU)
+    w = torch.randn(16, 10)
 
     def loss(t: int) -> Tensor:  # summed, not averaged, over a batch of changing size
         x = torch.randn(int(torch.randint(8, 129, ())), 16)
@@ -344,7 +359,8 @@ TASKS["deep_sigmoid"] = lambda: sigmoid_field(6, 32, 3e-3)
 
 @task("sigmoid_ae")
 def sigmoid_ae() -> Task:
-    net, basis = mlp(48, 32, 16, 8, 16, 32, 48, act=nn.Sigmoid), torch.randn(5, 48)
+    net = mlp(48, 32, 16, 8, 16, 32, 48, act=nn.Sigmoid)
+    basis = torch.randn(5, 48)
 
     def loss(t: int) -> Tensor:
         x = torch.tanh(torch.randn(64, 5) @ basis)
@@ -354,11 +370,9 @@ def sigmoid_ae() -> Task:
 
 
 def recall(cell: type[nn.RNNBase], length: int, width: int) -> Task:
-    embed, rnn, head = (
-        nn.Embedding(8, 16),
-        cell(16, width, batch_first=True),
-        nn.Linear(width, 8),
-    )
+    embed = nn.Embedding(8, 16)
+    rnn = cell(16, width, batch_first=True)
+    head = nn.Linear(width, 8)
 
     def loss(t: int) -> Tensor:
         x = torch.randint(8, (16, length))
@@ -374,7 +388,8 @@ TASKS["gru_long"] = lambda: recall(nn.GRU, 60, 32)
 @task("grid_levels")
 def grid_levels() -> Task:
     sizes = (8, 32, 128)
-    grids, net = [nn.Embedding(n * n, 2) for n in sizes], mlp(6, 32, 1, act=nn.ReLU)
+    grids = [nn.Embedding(n * n, 2) for n in sizes]
+    net = mlp(6, 32, 1, act=nn.ReLU)
     for grid in grids:
         nn.init.uniform_(grid.weight, -1e-4, 1e-4)
 
@@ -383,9 +398,11 @@ def grid_levels() -> Task:
         feats = []
         for n, grid in zip(sizes, grids, strict=True):
             at = xy * (n - 1.001)
-            lo, f = at.floor().long(), at % 1
+            lo = at.floor().long()
+            f = at % 1
             corner = lambda dx, dy: grid((lo[:, 0] + dx) * n + lo[:, 1] + dy)  # noqa: B023
-            fx, fy = f[:, :1], f[:, 1:]
+            fx = f[:, :1]
+            fy = f[:, 1:]
             feats.append(
                 (1 - fx) * ((1 - fy) * corner(0, 0) + fy * corner(0, 1))
                 + fx * ((1 - fy) * corner(1, 0) + fy * corner(1, 1))
@@ -400,7 +417,8 @@ def grid_levels() -> Task:
 
 @task("overfit")
 def overfit() -> Task:
-    net, x = mlp(16, 64, 64, 10, act=nn.ReLU), torch.randn(256, 16)
+    net = mlp(16, 64, 64, 10, act=nn.ReLU)
+    x = torch.randn(256, 16)
     y = torch.randint(10, (256,))
 
     def loss(t: int) -> Tensor:  # the loss falls towards zero, margins grow
@@ -412,7 +430,8 @@ def overfit() -> Task:
 
 @task("memorize")
 def memorize() -> Task:
-    net, x = mlp(12, 48, 48, 48, 1, act=nn.GELU), torch.randn(200, 12)
+    net = mlp(12, 48, 48, 48, 1, act=nn.GELU)
+    x = torch.randn(200, 12)
     y = (torch.rand(200, 1) > 0.5).float()
 
     def loss(t: int) -> Tensor:

@@ -47,8 +47,9 @@ class _Raised(torch.autograd.Function):
 class _Run:
     """One training: its weights, and the scaler and the optimizer that change them."""
 
-    def __init__(self, task: Task, policy: Any, seed: int) -> None:
-        self.task, exactly = task, policy == EXACT
+    def __init__(self, task: Task, policy: str | buoy.Policy, seed: int) -> None:
+        self.task = task
+        exactly = policy == EXACT
         masters = task.half_weights and not exactly
         dtype = torch.float16 if masters else torch.float32
         self.half = not exactly
@@ -116,7 +117,9 @@ class _Run:
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
 
 
-def _train(name: str, policy: Any, seed: int, codes: np.ndarray) -> Outcome:
+def _train(
+    name: str, policy: str | buoy.Policy, seed: int, codes: np.ndarray
+) -> Outcome:
     task = TASKS[name]
     one = _Run(task, policy, seed)
     data = task.draw(np.random.default_rng([seed, 2]), task.steps)
@@ -140,7 +143,8 @@ def _files(name: str) -> list[Path]:
 
 
 TRAININGS = Trainings(TASKS, _train, _files, mlp_tasks.QUICK)
-run, judge = TRAININGS.run, TRAININGS.judge
+run = TRAININGS.run
+judge = TRAININGS.judge
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -61,9 +61,10 @@ _spoilt.defvjp(
 
 
 @cache
-def _trainer(name: str, policy: Any) -> Callable[..., Any]:
+def _trainer(name: str, policy: str | buoy.Policy) -> Callable[..., Any]:
     """Compile a task under a policy, for any seed and any bad batches."""
-    task, exactly = TASKS[name], policy == EXACT
+    task = TASKS[name]
+    exactly = policy == EXACT
     dtype = FULL if exactly else HALF
     tx = loss_scaled(
         _optimizer(task),
@@ -75,7 +76,8 @@ def _trainer(name: str, policy: Any) -> Callable[..., Any]:
         made = task.make(key)
         weights, tree = ravel_pytree(made[0])  # one leaf compiles faster than many
         losses = [partial(_call, loss, task) for loss in made[1:]]
-        loss, measure = losses[0], losses[-1]
+        loss = losses[0]
+        measure = losses[-1]
 
         def good(weights: jax.Array, time: Any, dtype: Any) -> jax.Array:
             return loss(tree(weights), time, dtype)
@@ -87,7 +89,8 @@ def _trainer(name: str, policy: Any) -> Callable[..., Any]:
             return value * jnp.where(code == INF_LOSS, jnp.inf, 1).astype(value.dtype)
 
         def step(carry: Any, now: Any) -> Any:
-            (weights, state), (time, code) = carry, now
+            weights, state = carry
+            time, code = now
             value, grads = value_and_grad(spoilt)(state, weights, time, code)
             exact = jax.grad(lambda w: good(w, time, FULL).astype(FULL))(weights)
             error = measure(tree(weights), time, FULL).astype(FULL)
@@ -119,7 +122,9 @@ def _call(loss: Any, task: Task, net: Any, time: Any, dtype: Any) -> jax.Array:
     return loss(net, key, dtype, step) if task.timed else loss(net, key, dtype)
 
 
-def _train(name: str, policy: Any, seed: int, codes: np.ndarray) -> Outcome:
+def _train(
+    name: str, policy: str | buoy.Policy, seed: int, codes: np.ndarray
+) -> Outcome:
     return outcome_of(codes, _trainer(name, policy)(jax.random.key(seed), codes))
 
 
@@ -135,7 +140,9 @@ def _files(name: str) -> list[Path]:
 
 
 TRAININGS = Trainings(TASKS, _train, _files, QUICK, _trainer.cache_clear)
-run, judge, main = TRAININGS.run, TRAININGS.judge, TRAININGS.main
+run = TRAININGS.run
+judge = TRAININGS.judge
+main = TRAININGS.main
 
 
 if __name__ == "__main__":

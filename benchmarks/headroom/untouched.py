@@ -11,7 +11,8 @@ from benchmarks.headroom.tasks import field, mlp, task
 @task("last_gpt")
 def last_gpt():
     def batch():
-        start, stride = torch.randint(24, (8, 1)), torch.randint(1, 5, (8, 1))
+        start = torch.randint(24, (8, 1))
+        stride = torch.randint(1, 5, (8, 1))
         return (start + stride * torch.arange(17)) % 24
 
     net = GPT(24, 40, 16, depth=4)
@@ -28,7 +29,8 @@ def last_flow():
     net = mlp(3, 64, 64, 2, act=nn.SiLU)
 
     def loss(t):
-        angle, time = 6.283 * torch.rand(128, 1), torch.rand(128, 1)
+        angle = 6.283 * torch.rand(128, 1)
+        time = torch.rand(128, 1)
         data = torch.cat([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(128, 2)
         noise = torch.randn(128, 2)
         out = net(torch.cat([time * data + (1 - time) * noise, time], 1))
@@ -41,8 +43,10 @@ def last_flow():
 def last_graph():
     near = (torch.rand(60, 60) < 0.1).float()
     near = near / near.sum(1, keepdim=True).clamp(min=1)
-    first, second = nn.Linear(8, 32), nn.Linear(32, 4)
-    x, y = torch.randn(60, 8), torch.randint(4, (60,))
+    first = nn.Linear(8, 32)
+    second = nn.Linear(32, 4)
+    x = torch.randn(60, 8)
+    y = torch.randint(4, (60,))
 
     def loss(t):
         keep = (torch.rand(60, 1) > 0.3).float()
@@ -54,13 +58,16 @@ def last_graph():
 
 @task("last_value")
 def last_value():
-    net, slow = mlp(4, 48, 48, 3, act=nn.ReLU), mlp(4, 48, 48, 3, act=nn.ReLU)
+    net = mlp(4, 48, 48, 3, act=nn.ReLU)
+    slow = mlp(4, 48, 48, 3, act=nn.ReLU)
 
     def loss(t):
         if t % 100 == 0:
             slow.load_state_dict(net.state_dict())
-        now, action = torch.randn(64, 4), torch.randint(3, (64,))
-        after, reward = now + 0.1 * torch.randn(64, 4), now[:, 0] * (action - 1.0)
+        now = torch.randn(64, 4)
+        action = torch.randint(3, (64,))
+        after = now + 0.1 * torch.randn(64, 4)
+        reward = now[:, 0] * (action - 1.0)
         goal = reward + 0.97 * slow(after).detach().amax(1)
         value = net(now).gather(1, action[:, None])[:, 0]
         return F.smooth_l1_loss(value, goal)
@@ -70,7 +77,8 @@ def last_value():
 
 @task("last_unet")
 def last_unet():
-    down, up = nn.Conv1d(1, 12, 5, 2, 2), nn.ConvTranspose1d(12, 1, 4, 2, 1)
+    down = nn.Conv1d(1, 12, 5, 2, 2)
+    up = nn.ConvTranspose1d(12, 1, 4, 2, 1)
     mid = nn.Conv1d(12, 12, 3, 1, 1)
 
     def loss(t):

@@ -25,7 +25,8 @@ __all__ = [
     "task",
 ]
 
-HALF, FULL = jnp.float16, jnp.float32
+HALF = jnp.float16
+FULL = jnp.float32
 
 Loss = Callable[
     ..., jax.Array

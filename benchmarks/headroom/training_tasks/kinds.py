@@ -30,7 +30,8 @@ def summed_vae(key: jax.Array) -> Made:
         mean, log = jnp.split(mlp(net[0], x), 2, axis=1)
         z = mean + jnp.exp(0.5 * log) * jax.random.normal(b, mean.shape, dtype)
         error = (mlp(net[1], z) - x).astype(FULL)
-        mean, log = mean.astype(FULL), log.astype(FULL)
+        mean = mean.astype(FULL)
+        log = log.astype(FULL)
         penalty = 0.5 * jnp.sum(jnp.exp(log) + mean**2 - 1 - log)
         return jnp.sum(error**2) + 0.1 * penalty
 
@@ -136,14 +137,10 @@ def diffusion(key: jax.Array) -> Made:
 
     def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
         a, b, c = jax.random.split(key, 3)
-        angle, level = (
-            6.283 * jax.random.uniform(a, (128, 1)),
-            jax.random.uniform(b, (128, 1)),
-        )
-        data, noise = (
-            jnp.hstack([jnp.cos(angle), jnp.sin(angle)]),
-            jax.random.normal(c, (128, 2)),
-        )
+        angle = 6.283 * jax.random.uniform(a, (128, 1))
+        level = jax.random.uniform(b, (128, 1))
+        data = jnp.hstack([jnp.cos(angle), jnp.sin(angle)])
+        noise = jax.random.normal(c, (128, 2))
         x = jnp.hstack([jnp.sqrt(1 - level**2) * data + level * noise, level])
         return jnp.square(mlp(net, x.astype(dtype)).astype(FULL) - noise).mean()
 
@@ -195,12 +192,14 @@ def ppo(key: jax.Array) -> Made:
         a, b, c = jax.random.split(key, 3)
         x = jax.random.normal(a, (128, 8))
         out = mlp(net, x.astype(dtype)).astype(FULL)
-        logits, value = out[:, :4], out[:, 4]
+        logits = out[:, :4]
+        value = out[:, 4]
         old = jax.lax.stop_gradient(logits) + 0.2 * jax.random.normal(b, (128, 4))
         action = jax.random.categorical(c, old)
         reward = (action == jnp.argmax(x @ best, axis=1)).astype(FULL)
         rows = jnp.arange(128)
-        now, before = jax.nn.log_softmax(logits), jax.nn.log_softmax(old)
+        now = jax.nn.log_softmax(logits)
+        before = jax.nn.log_softmax(old)
         ratio = jnp.exp(now[rows, action] - before[rows, action])
         gain = reward - jax.lax.stop_gradient(value)
         gain = (gain - gain.mean()) / (gain.std() + 1e-8)
@@ -255,7 +254,8 @@ def ctc(key: jax.Array) -> Made:
         frames = jnp.repeat(sounds[labels], 3, axis=1)
         frames = frames + 0.5 * jax.random.normal(b, frames.shape)
         logits = mlp(net, frames.astype(dtype)).astype(FULL)
-        heard, said = jnp.zeros(frames.shape[:2]), jnp.zeros(labels.shape)
+        heard = jnp.zeros(frames.shape[:2])
+        said = jnp.zeros(labels.shape)
         return optax.ctc_loss(logits, heard, labels, said).mean()
 
     return dense(second, 8, 48, 6), loss

@@ -11,7 +11,8 @@ from benchmarks.headroom.training_tasks.base import FULL, Made, dense, mlp, task
 def field(key: jax.Array, unit: float, *, half: bool, total: bool) -> Made:
     """Fit a field of 64 values, the loss in FP16 or FP32, a sum or a mean."""
     first, second, third = jax.random.split(key, 3)
-    w1, w2 = jax.random.normal(first, (4, 32)), jax.random.normal(second, (32, 64)) / 5
+    w1 = jax.random.normal(first, (4, 32))
+    w2 = jax.random.normal(second, (32, 64)) / 5
 
     def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
         x = jax.random.normal(key, (128, 4))
