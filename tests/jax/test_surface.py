@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 import buoy.jax
 
 PUBLIC = """
@@ -32,16 +30,3 @@ def test_importing_it_loads_neither_torch_nor_flax():
     loaded = {name.split(".")[0] for name in run.stdout.split()}
 
     assert not loaded & {"torch", "flax", "equinox", "orbax", "jmp"}
-
-
-@pytest.mark.parametrize("missing", ["jax", "optax"])
-def test_importing_it_without_jax_or_optax_says_what_to_install(missing):
-    """An `ImportError` of ours, with the extra."""
-    code = f"import sys; sys.modules['{missing}'] = None; import buoy.jax"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-
-    assert run.returncode
-    assert "MissingBackendError: `buoy.jax` needs JAX and optax" in run.stderr
-    assert "pip install 'buoy-amp[jax]'" in run.stderr

@@ -293,3 +293,18 @@ def test_the_last_use_counts():
         assert type(compiled()) is keras.optimizers.LossScaleOptimizer
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+def test_a_scale_cannot_be_set_before_there_are_variables():
+    """The message says which call makes them."""
+    with pytest.raises(CallOrderError, match="no variables yet.*optimizer.build"):
+        scaled().start_at(8.0)
+
+
+def test_a_step_without_any_gradient_is_an_error_of_keras():
+    """It is not counted as a step."""
+    loop = Loop(scaled())
+    with pytest.raises(ValueError, match="No gradients"):
+        loop.optimizer.apply([None], [loop.variable])
+
+    assert [] == loop.optimizer.rows()

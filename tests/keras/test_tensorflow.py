@@ -220,6 +220,29 @@ def test_a_scaler_without_keras(how):
     assert scaler.last_step.verdict == "forward_nonfinite"
 
 
+def test_a_scaler_unscales_sparse_gradients_and_leaves_out_none():
+    """What comes back has the form of what was given."""
+    from buoy.tensorflow import LossScaler
+
+    scaler = LossScaler()
+    rows = tf.IndexedSlices(tf.fill((1, 2), 4.0), tf.constant([3]), (5, 2))
+    sparse, nothing = scaler.unscale([rows, None])
+
+    scale = float(scaler.current_scale)
+    assert [[4.0 / scale] * 2] == sparse.values.numpy().tolist()
+    assert [3] == sparse.indices.numpy().tolist()
+    assert nothing is None
+
+
+def test_a_scaler_without_keras_refuses_replicas(strategy):
+    """Each would decide for itself."""
+    from buoy.tensorflow import LossScaler, OptionError
+
+    scaler = LossScaler()
+    with strategy.scope(), pytest.raises(OptionError, match="works on one replica"):
+        scaler.apply(lambda pairs: None, [tf.ones(2)], [tf.ones(2)])
+
+
 def test_a_scaler_is_saved_by_checkpoints(tmp_path):
     """With its policy's whole state; an overflow after loading goes on from there."""
     from buoy.tensorflow import CallOrderError, LossScaler

@@ -115,3 +115,17 @@ def test_watch_says_what_it_needs():
         fitted("sgd", data(), callbacks=[Watch()], auto_scale_loss=False)
     with pytest.raises(OptionError, match="64"):
         Watch(every=100)
+
+
+def test_a_run_with_a_poisoned_weight_names_its_layer():
+    """A weight is NaN already: everything after it must be."""
+    model = net()
+    model.compile(scaled("headroom"), "mse")
+    model.layers[0].bias.assign(np.full(8, math.nan, "float32"))
+    x = np.ones((8 * 60, 4), "float32")
+    told = []
+    watch = Watch(on_stuck=told.append, patience=20)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[watch])
+
+    assert "poisoned" == told[0].verdict
+    assert told[0].offenders[0].endswith("first")

@@ -120,9 +120,12 @@ class Crew:
         return answer if fine else CrewError(rank, *answer)
 
     def close(self) -> None:
-        """Send everybody home."""
+        """Send everybody home; whoever does not go within a second is killed."""
         self.alive = False
+        for pipe in self.pipes:
+            pipe.close()
         for process in self.processes:
+            process.join(1.0)
             process.kill()
             process.join()
         self._home.cleanup()
