@@ -1,8 +1,7 @@
 """Bad data: batches whose loss or gradients are not finite at any scale."""
 
-from typing import Any
-
 import jax
+from jax.typing import DTypeLike
 
 from benchmarks.headroom.bad_batches import (
     INF_LOSS,
@@ -15,6 +14,7 @@ from benchmarks.headroom.bad_batches import (
 )
 from benchmarks.headroom.training_tasks.base import (
     Made,
+    Net,
     classification,
     classify,
     dense,
@@ -126,7 +126,7 @@ def bad_clusters_fp16_loss(key: jax.Array) -> Made:
 def bad_batches_shrinking_gradients(key: jax.Array) -> Made:
     """Clusters of NaN gradients while the others shrink by 2^20 during the run."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any, step: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike, step: jax.Array) -> jax.Array:
         return classify(net, key, dtype, weight=2.0 ** (-step / 100))
 
     return dense(key, 16, 64, 8), loss

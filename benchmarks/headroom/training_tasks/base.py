@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from benchmarks.headroom.bad_batches import Schedule
 
@@ -16,6 +17,7 @@ __all__ = [
     "TASKS",
     "Loss",
     "Made",
+    "Net",
     "Task",
     "classification",
     "classify",
@@ -28,10 +30,11 @@ __all__ = [
 HALF = jnp.float16
 FULL = jnp.float32
 
-Loss = Callable[
-    ..., jax.Array
-]  # of weights, key, dtype; of `timed` tasks also the step
-Made = tuple[Any, Loss] | tuple[Any, Loss, Loss]
+Net = Any  # the weights: a tree of arrays
+# Of net, key and dtype; of `timed` tasks also the step.
+Loss = Callable[..., jax.Array]
+# The weights, the loss, and where it differs, the loss by which a result is judged.
+Made = tuple[Net, Loss] | tuple[Net, Loss, Loss]
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,9 @@ def mlp(layers: list[Any], x: jax.Array) -> jax.Array:
 
 
 def classify(
-    net: Any,
+    net: Net,
     key: jax.Array,
-    dtype: Any,
+    dtype: DTypeLike,
     weight: Any = 1.0,
     run: Callable[[Any, jax.Array], jax.Array] = mlp,
 ) -> jax.Array:
@@ -106,7 +109,7 @@ def classify(
 def classification(key: jax.Array, size: float = 1.0) -> Made:
     """Classify with one hidden layer; the gradients have a size."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         return classify(net, key, dtype, weight=size)
 
     return dense(key, 16, 64, 8), loss

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from benchmarks.headroom.training_tasks.base import (
     Made,
+    Net,
     classify,
     dense,
     mlp,
@@ -55,7 +57,7 @@ def _with_raised(*bits: Any) -> Any:
 def _hidden(key: jax.Array, *bits: float) -> Made:
     run = _with_raised(*bits)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         return classify(net, key, dtype, run=run)
 
     return dense(key, 16, *[48] * len(bits), 8), loss
@@ -83,7 +85,7 @@ def hidden_beyond_fp16_both_ways(key: jax.Array) -> Made:
 def hidden_tails(key: jax.Array) -> Made:
     """The size of a hidden tensor has a heavy tail over the steps."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         bits = jnp.minimum(2 * jnp.abs(jax.random.t(b, 2.0)), 20.0)
         return classify(net, a, dtype, run=_with_raised(bits, 0.0))
@@ -95,7 +97,7 @@ def hidden_tails(key: jax.Array) -> Made:
 def hidden_tails_of_samples(key: jax.Array) -> Made:
     """Single samples of a hidden tensor are far larger than the others."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         bits = jnp.minimum(jnp.abs(jax.random.t(b, 2.0, (64, 1))), 16.0)
         return classify(net, a, dtype, run=_with_raised(bits, 0.0))
@@ -107,7 +109,7 @@ def hidden_tails_of_samples(key: jax.Array) -> Made:
 def hidden_rises(key: jax.Array) -> Made:
     """A hidden tensor grows by 2^20 during the run, the weights' gradients do not."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any, step: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike, step: jax.Array) -> jax.Array:
         return classify(net, key, dtype, run=_with_raised(step / 100, 0.0))
 
     return dense(key, 16, 48, 48, 8), loss
@@ -117,7 +119,7 @@ def hidden_rises(key: jax.Array) -> Made:
 def hidden_in_blocks(key: jax.Array) -> Made:
     """A hidden tensor is 2^16 larger in every other block of 100 steps."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any, step: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike, step: jax.Array) -> jax.Array:
         bits = jnp.where(step // 100 % 2 == 0, 0.0, 16.0)
         return classify(net, key, dtype, run=_with_raised(bits, 0.0))
 
@@ -128,7 +130,7 @@ def hidden_in_blocks(key: jax.Array) -> Made:
 def deep(key: jax.Array) -> Made:
     """Twenty layers without normalisation."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         return classify(net, key, dtype, run=_stacked(jnp.tanh))
 
     return _stack(key, 20, gain=1.2), loss
@@ -138,7 +140,7 @@ def deep(key: jax.Array) -> Made:
 def deep_exploding(key: jax.Array) -> Made:
     """Twenty ReLU layers whose gradients grow by 2^0.5 in each."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         return classify(net, key, dtype, run=_stacked(jax.nn.relu))
 
     return _stack(key, 20, gain=2.0), loss
@@ -151,7 +153,7 @@ def _stack(key: jax.Array, layers: int, gain: float) -> Any:
 
 
 def _stacked(bend: Any) -> Any:
-    def run(net: Any, x: jax.Array) -> jax.Array:
+    def run(net: Net, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             return bend(x @ w.astype(x.dtype)), None
 
@@ -165,7 +167,7 @@ def _recurrent(key: jax.Array, gain: float, steps: int) -> Made:
     first, second = jax.random.split(key)
     w = gain * jax.random.orthogonal(first, 32)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (steps, 32, 2)).astype(dtype)
 
         def one(state: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:

@@ -1,14 +1,14 @@
 """Further kinds of trainings: generative, contrastive, physical, meta, sequences."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from benchmarks.headroom.training_tasks.base import (
     FULL,
     Made,
+    Net,
     classification,
     classify,
     dense,
@@ -24,7 +24,7 @@ def summed_vae(key: jax.Array) -> Made:
     first, second, third = jax.random.split(key, 3)
     basis = jax.random.normal(third, (6, 32))
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         x = jnp.tanh(jax.random.normal(a, (64, 6)) @ basis).astype(dtype)
         mean, log = jnp.split(mlp(net[0], x), 2, axis=1)
@@ -42,7 +42,7 @@ def summed_vae(key: jax.Array) -> Made:
 def pinn(key: jax.Array) -> Made:
     """Solve u'' = -9 sin 3x: derivatives of the net in the loss."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         def u(x: jax.Array) -> jax.Array:
             return mlp(net, x[None].astype(dtype))[0]
 
@@ -58,7 +58,7 @@ def pinn(key: jax.Array) -> Made:
 def flow(key: jax.Array) -> Made:
     """A normalising flow of four coupling layers on a noisy ring."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         angle = 6.283 * jax.random.uniform(a, (128,))
         x = jnp.stack([jnp.cos(angle), jnp.sin(angle)], 1)
@@ -78,7 +78,7 @@ def flow(key: jax.Array) -> Made:
 def critic_with_gradient_penalty(key: jax.Array) -> Made:
     """The critic of a WGAN-GP between a ring and a moving blob."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         def score(x: jax.Array) -> jax.Array:
             return mlp(net, x.astype(dtype))[0].astype(FULL)
 
@@ -101,7 +101,7 @@ def mixture_of_experts(key: jax.Array) -> Made:
     keys = jax.random.split(key, 10)
     goal = jax.random.normal(keys[9], (16, 4))
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (64, 16)).astype(dtype)
         gate = jax.nn.softmax(4 * mlp(net[0], x))
         out = sum(gate[:, i : i + 1] * mlp(e, x) for i, e in enumerate(net[1]))
@@ -116,7 +116,7 @@ def contrastive(key: jax.Array) -> Made:
     keys = jax.random.split(key, 4)
     views = [jax.random.normal(k, (8, 32)) for k in keys[2:]]
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         z = jax.random.normal(key, (64, 8))
         a, b = (
             mlp(one, (z @ view).astype(dtype)).astype(FULL)
@@ -135,7 +135,7 @@ def contrastive(key: jax.Array) -> Made:
 def diffusion(key: jax.Array) -> Made:
     """Predict the noise on a ring, at all noise levels."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b, c = jax.random.split(key, 3)
         angle = 6.283 * jax.random.uniform(a, (128, 1))
         level = jax.random.uniform(b, (128, 1))
@@ -151,7 +151,7 @@ def diffusion(key: jax.Array) -> Made:
 def quantised(key: jax.Array) -> Made:
     """Weights rounded to 4 bits in the forward pass, straight through backward."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         coarse = jax.tree.map(
             lambda w: w + jax.lax.stop_gradient(jnp.round(w * 8) / 8 - w), net
         )
@@ -165,7 +165,7 @@ def wgan(key: jax.Array) -> Made:
     """Generator and critic of a WGAN with clamped weights, trained together."""
     first, second = jax.random.split(key)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         def score(x: jax.Array) -> jax.Array:
             clamped = jax.tree.map(lambda w: jnp.clip(w, -0.5, 0.5), net[1])
             return mlp(clamped, x.astype(dtype)).astype(FULL).mean()
@@ -176,7 +176,7 @@ def wgan(key: jax.Array) -> Made:
         frozen = jax.lax.stop_gradient(net[1])
         return against - mlp(frozen, fake).astype(FULL).mean()
 
-    def far(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def far(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         fake = mlp(net[0], jax.random.normal(key, (64, 4)).astype(dtype))
         return jnp.square(jnp.linalg.norm(fake, axis=1) - 1).mean()
 
@@ -188,7 +188,7 @@ def ppo(key: jax.Array) -> Made:
     """Clipped ratios to an old policy, a value head, an entropy bonus."""
     best = jax.random.normal(key, (8, 4))
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b, c = jax.random.split(key, 3)
         x = jax.random.normal(a, (128, 8))
         out = mlp(net, x.astype(dtype)).astype(FULL)
@@ -208,7 +208,7 @@ def ppo(key: jax.Array) -> Made:
         error = jnp.square(value - reward)
         return (0.5 * error - surrogate - 0.01 * entropy).mean()
 
-    def missed(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def missed(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (128, 8))
         logits = mlp(net, x.astype(dtype)).astype(FULL)[:, :4]
         right = jnp.argmax(x @ best, axis=1)
@@ -229,14 +229,14 @@ def lora(key: jax.Array) -> Made:
     ]
     up = [jnp.zeros((4, b)) for _, b in widths]
 
-    def adapted(net: Any, x: jax.Array) -> jax.Array:
+    def adapted(net: Net, x: jax.Array) -> jax.Array:
         layers = [
             (w + 4 * (a @ b), bias)
             for (w, bias), a, b in zip(frozen, *net, strict=True)
         ]
         return mlp(layers, x)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         return classify(net, key, dtype, run=adapted)
 
     return [down, up], loss
@@ -248,7 +248,7 @@ def ctc(key: jax.Array) -> Made:
     first, second = jax.random.split(key)
     sounds = jax.random.normal(first, (6, 8))
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         labels = jax.random.randint(a, (16, 5), 1, 6)
         frames = jnp.repeat(sounds[labels], 3, axis=1)
@@ -265,8 +265,8 @@ def ctc(key: jax.Array) -> Made:
 def maml(key: jax.Array) -> Made:
     """Gradients through one inner step on sines of random phase."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
-        def error(net: Any, x: jax.Array, phase: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
+        def error(net: Net, x: jax.Array, phase: jax.Array) -> jax.Array:
             out = mlp(net, x.astype(dtype)).astype(FULL)
             return jnp.square(out - jnp.sin(x + phase)).mean()
 
@@ -296,7 +296,7 @@ def attention(key: jax.Array) -> Made:
         "out": dense(keys[3], 32, 64, 16),
     }
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         text = jax.random.randint(key, (16, 12), 0, 16)
         text = jnp.hstack([text, text])
         x = (net["tokens"][text] + net["places"]).astype(dtype)
@@ -317,7 +317,7 @@ def rare_embeddings(key: jax.Array) -> Made:
     first, second = jax.random.split(key)
     truth = jax.random.normal(first, (512, 4))
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         word = (512 * jax.random.uniform(key, (32,)) ** 4).astype(jnp.int32)
         x = net[0][word].astype(dtype)
         return jnp.square(mlp(net[1], x).astype(FULL) - truth[word]).mean()
@@ -331,7 +331,7 @@ def distillation(key: jax.Array) -> Made:
     first, second = jax.random.split(key)
     teacher = dense(first, 16, 32, 8, gain=3.0)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (64, 16)).astype(dtype)
         asked = jax.nn.log_softmax(mlp(net, x).astype(FULL) / 8)
         right = jax.nn.softmax(mlp(teacher, x).astype(FULL) / 8)

@@ -1,14 +1,15 @@
 """The size of the gradients: it jumps, alternates, is tiny or huge; it is clipped."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from benchmarks.headroom.training_tasks.base import (
     FULL,
     Made,
+    Net,
     classification,
     classify,
     dense,
@@ -27,7 +28,7 @@ def _silently(value: jax.Array, factor: jax.Array) -> jax.Array:
 def two_tasks_in_turn(key: jax.Array) -> Made:
     """Gradients 2^13 apart at every other step; the value of the loss is silent."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         big = jax.random.bits(key) % 2 == 0
         value = classify(net, key, dtype)
         return _silently(value, jnp.where(big, 1.0, 2.0**-13))
@@ -39,7 +40,7 @@ def two_tasks_in_turn(key: jax.Array) -> Made:
 def blocks_of_tasks(key: jax.Array) -> Made:
     """Two tasks with gradients 2^13 apart, in blocks of 100 steps."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any, step: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike, step: jax.Array) -> jax.Array:
         big = step // 100 % 2 == 0
         return classify(net, key, dtype, weight=jnp.where(big, 2.0**6, 2.0**-7))
 
@@ -50,7 +51,7 @@ def blocks_of_tasks(key: jax.Array) -> Made:
 def blocks_of_tasks_silent(key: jax.Array) -> Made:
     """The same, and the value of the loss does not show it."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any, step: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike, step: jax.Array) -> jax.Array:
         big = step // 100 % 2 == 0
         value = classify(net, key, dtype)
         return _silently(value, jnp.where(big, 2.0**6, 2.0**-7))
@@ -62,7 +63,7 @@ def blocks_of_tasks_silent(key: jax.Array) -> Made:
 def blocks_of_four_tasks(key: jax.Array) -> Made:
     """Four tasks of sizes 2^-18 to 2^6, in blocks of 50 steps, not in order."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any, step: jax.Array) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike, step: jax.Array) -> jax.Array:
         size = jnp.array([2.0**-10, 2.0**6, 2.0**-18, 2.0**-2])[step // 50 % 4]
         return classify(net, key, dtype, weight=size)
 
@@ -73,7 +74,7 @@ def blocks_of_four_tasks(key: jax.Array) -> Made:
 def zeros_at_first(key: jax.Array) -> Made:
     """All gradients of a fifth of the steps are zero."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         value = classify(net, key, dtype)
         return jnp.where(jax.random.uniform(key) < 0.2, 0.0 * value, value)
 
@@ -92,7 +93,7 @@ def fine_tuning_tiny_gradients(key: jax.Array) -> Made:
     first, second = jax.random.split(key)
     goal = dense(first, 16, 64, 8)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (64, 16)).astype(dtype)
         change = mlp(net, x) - jax.lax.stop_gradient(mlp(goal, x))
         return 1e-7 * jnp.square(change.astype(FULL)).mean()
@@ -106,7 +107,7 @@ def _reward(key: jax.Array) -> tuple[jax.Array, Callable[..., jax.Array]]:
     """Return which of four actions is best in a state, and the expected reward."""
     best = jax.random.normal(key, (8, 4))
 
-    def missed(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def missed(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (256, 8))
         chances = jax.nn.softmax(mlp(net, x.astype(dtype)).astype(FULL))
         right = jnp.argmax(x @ best, axis=1)
@@ -120,7 +121,7 @@ def reinforce(key: jax.Array) -> Made:
     """A policy gradient with rewards of 1e-6."""
     best, missed = _reward(key)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         x = jax.random.normal(a, (256, 8))
         logits = mlp(net, x.astype(dtype)).astype(FULL)
@@ -135,7 +136,7 @@ def _group_gradient(key: jax.Array, sigma: float) -> Made:
     """Groups of 8 answers to each of 32 questions; rewards have log-normal units."""
     best, missed = _reward(key)
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b, c = jax.random.split(key, 3)
         x = jax.random.normal(a, (32, 8))
         logits = mlp(net, x.astype(dtype)).astype(FULL)
@@ -178,7 +179,7 @@ def clipped_tiny_gradients(key: jax.Array) -> Made:
 def clipped_heavy_tails(key: jax.Array) -> Made:
     """`loss_scaled` clips gradients whose size has a heavy tail."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         weight = jnp.exp(jnp.abs(jax.random.t(b, 2.0)))
         return classify(net, a, dtype, weight=jnp.minimum(weight, 2.0**12))
@@ -190,7 +191,7 @@ def clipped_heavy_tails(key: jax.Array) -> Made:
 def noisy_labels_cubed(key: jax.Array) -> Made:
     """Regression on Cauchy noise with a cubic loss: spikes of the loss, too."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         a, b = jax.random.split(key)
         x = jax.random.normal(a, (64, 8))
         noise = 0.05 * jnp.clip(jax.random.cauchy(b, (64,)), -100, 100)

@@ -1,11 +1,10 @@
 """Fields in small units: tiny gradients, and losses that are computed in FP16."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from benchmarks.headroom.training_tasks.base import FULL, Made, dense, mlp, task
+from benchmarks.headroom.training_tasks.base import FULL, Made, Net, dense, mlp, task
 
 
 def field(key: jax.Array, unit: float, *, half: bool, total: bool) -> Made:
@@ -14,7 +13,7 @@ def field(key: jax.Array, unit: float, *, half: bool, total: bool) -> Made:
     w1 = jax.random.normal(first, (4, 32))
     w2 = jax.random.normal(second, (32, 64)) / 5
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (128, 4))
         y = (jnp.sin(x @ w1) @ w2).astype(dtype)
         error = (mlp(net, x.astype(dtype)) - y) * unit
@@ -58,7 +57,7 @@ def field_small_units(key: jax.Array) -> Made:
 def chi_square(key: jax.Array) -> Made:
     """Residuals over a small sigma: activation gradients far above the weights'."""
 
-    def loss(net: Any, key: jax.Array, dtype: Any) -> jax.Array:
+    def loss(net: Net, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         x = jax.random.normal(key, (64, 4))
         seen = mlp(net, x.astype(dtype)) * jnp.asarray(1e-3, dtype)
         hidden = (seen.astype(FULL) - 1e-3 * jnp.sin(x[:, :1])) / 1e-5
