@@ -8,6 +8,7 @@ like a cast.  A mark on the tensor tells them apart; a lost mark costs time, no 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Self
 
@@ -27,10 +28,6 @@ from buoy.emulate.rounding import KERNELS, rounder
 from buoy.emulate.tensors import floats, mapped
 
 __all__ = ["emulate", "fp32"]
-
-# Of an operator: any values.
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
 
 _MARK = "_buoy_precision"
 _tokens = count(1)  # a mark is of one entry into one context, and void after it
@@ -99,24 +96,23 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         self,
         func: OpOverload,
         types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute one operator, in FP32 or narrow."""
         del types
-        kwargs = kwargs or {}
-        plan = plan_of(func)
+        call = _Call(func, plan_of(func), args, kwargs or {})
         start = self._seen
         self._seen = nodes.made()
-        if plan.view:
-            return self._viewed(func(*args, **kwargs), args)
-        inputs = list(floats((*args, *kwargs.values())))
+        if call.plan.view:
+            return self._viewed(call.run(), args)
+        inputs = list(floats((*args, *call.kwargs.values())))
         if not inputs:  # counts, masks, and what is made from nothing
-            return func(*args, **kwargs)
-        if self._is_kept(plan, inputs):
+            return call.run()
+        if self._is_kept(call.plan, inputs):
             self._kept.add(start, self._seen)
-            return self._marked(func(*args, **kwargs), self._wide, plan)
-        return self._narrowed(func, plan, args, kwargs, inputs)
+            return self._marked(call.run(), self._wide, call.plan)
+        return self._narrowed(call, inputs)
 
     def _is_kept(self, plan: Plan, inputs: list[torch.Tensor]) -> bool:
         """Return whether an operator computes in FP32."""
@@ -132,40 +128,37 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         marks = [getattr(x, _MARK, 0) for x in inputs if x.dim()]
         if marks:
             return self._wide in marks
-        # Numbers alone: FP32 wins, and those from outside are, but for parameters.
-        return any(
-            mark == self._wide or not (mark == self._narrow or x.requires_grad)
-            for x in inputs
-            for mark in [getattr(x, _MARK, 0)]
-        )
+        return any(map(self._is_wide_number, inputs))
+
+    def _is_wide_number(self, x: torch.Tensor) -> bool:
+        """Return whether a number makes FP32 of others: so does one from outside."""
+        mark = getattr(x, _MARK, 0)
+        if mark == self._wide:
+            return True
+        is_parameter = x.requires_grad
+        return mark != self._narrow and not is_parameter
 
     def _is_narrow(self, x: torch.Tensor) -> bool:
         return getattr(x, _MARK, 0) == self._narrow
 
-    def _narrowed(
-        self,
-        func: OpOverload,
-        plan: Plan,
-        args: Args,
-        kwargs: Kwargs,
-        inputs: list[torch.Tensor],
-    ) -> Any:
+    def _narrowed(self, call: "_Call", inputs: list[torch.Tensor]) -> Any:
         """Cast what comes in, compute, and round what goes out."""
+        plan = call.plan
         # Gradients of one number are numbers of the format; others may be FP32.
-        flat = nodes.now() is not None or not any(x.dim() for x in inputs)
+        backward = nodes.now() is not None
+        numbers = backward or not any(x.dim() for x in inputs)
         dtype = self._dtype
-        if dtype is not None and has_own_kernel(plan, args, kwargs):
-            done, result = self._by_own_kernel(
-                dtype, func, plan, args, kwargs, flat=flat
-            )
+        if dtype is not None and has_own_kernel(plan, call.args, call.kwargs):
+            done, result = self._by_own_kernel(call, dtype, numbers=numbers)
             if done:
                 return self._marked(result, self._narrow, plan)
+
         alike = all(map(self._is_narrow, inputs))
         if not alike:
-            args, kwargs = self._cast(plan, args, kwargs, self._round, flat=flat)
-        result = func(*args, **kwargs)
+            call = self._cast(call, self._round, numbers=numbers)
+        result = call.run()
         if plan.written or plan.out:
-            for x in self._changed(plan, args, kwargs):
+            for x in self._changed(call):
                 x.copy_(self._round(x))
             return result
         if not (plan.moving and alike):
@@ -173,70 +166,70 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
         return self._marked(result, self._narrow, plan)
 
     def _by_own_kernel(
-        self,
-        dtype: torch.dtype,
-        func: OpOverload,
-        plan: Plan,
-        args: Args,
-        kwargs: Kwargs,
-        *,
-        flat: bool,
+        self, call: "_Call", dtype: torch.dtype, *, numbers: bool
     ) -> tuple[bool, Any]:
         """Compute with torch's kernel of the format: the same bits on every CPU.
 
         Returns whether there is such a kernel, and its result.
         """
-        changed = [args[place] for place in sorted(plan.written)]
-        if func in self._lacking or plan.out or not all(map(self._is_narrow, changed)):
+        plan = call.plan
+        if call.func in self._lacking or plan.out:
+            return False, None
+        changed = [call.args[place] for place in sorted(plan.written)]
+        if not all(map(self._is_narrow, changed)):
             return False, None
 
         def convert(x: torch.Tensor) -> torch.Tensor:
             return x.to(dtype)
 
-        given, named = self._cast(plan, args, kwargs, convert, flat=flat, every=True)
+        half = self._cast(call, convert, numbers=numbers, every=True)
         try:
-            result = func(*given, **named)
+            result = half.run()
         except (RuntimeError, NotImplementedError):
-            self._lacking.add(func)  # should the arguments be wrong, FP32 will say so
+            # Should the arguments be wrong, FP32 will say so.
+            self._lacking.add(call.func)
             return False, None
         for place in plan.written:
-            args[place].copy_(given[place])
+            call.args[place].copy_(half.args[place])
         return True, changed[0] if changed else _widened(result, dtype)
 
     def _cast(
         self,
-        plan: Plan,
-        args: Args,
-        kwargs: Kwargs,
+        call: "_Call",
         to: Callable[[torch.Tensor], torch.Tensor],
         *,
-        flat: bool,
+        numbers: bool,
         every: bool = False,
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Round what comes from outside; a lone number beside tensors is left FP32."""
+    ) -> "_Call":
+        """Convert the arguments that come from outside, or with `every` all of them.
+
+        Without `numbers`, a lone number beside tensors is left FP32.
+        """
+        plan = call.plan
 
         def cast(x: torch.Tensor) -> torch.Tensor:
             if self._is_narrow(x) and not every:
                 return x
-            return to(x) if flat or x.dim() or x.requires_grad else x
+            return to(x) if numbers or x.dim() or x.requires_grad else x
 
-        positional = [
+        args = [
             arg if place in plan.left_alone and not every else mapped(cast, arg)
-            for place, arg in enumerate(args)
+            for place, arg in enumerate(call.args)
         ]
-        named = {
+        kwargs = {
             name: arg if name in plan.out else mapped(cast, arg)
-            for name, arg in kwargs.items()
+            for name, arg in call.kwargs.items()
         }
-        return positional, named
+        return _Call(call.func, plan, args, kwargs)
 
-    def _changed(
-        self, plan: Plan, args: Args, kwargs: Kwargs
-    ) -> Iterator[torch.Tensor]:
+    def _changed(self, call: "_Call") -> Iterator[torch.Tensor]:
         """Yield what was written to: `out=` always, in place only what was narrow."""
-        yield from floats(kwargs[name] for name in plan.out if name in kwargs)
-        places = (args[place] for place in plan.written if place < len(args))
-        yield from filter(self._is_narrow, floats(places))
+        plan = call.plan
+        given = call.kwargs
+        yield from floats(given[name] for name in plan.out if name in given)
+        args = call.args
+        in_place = (args[place] for place in plan.written if place < len(args))
+        yield from filter(self._is_narrow, floats(in_place))
 
     def _marked(self, result: Any, mark: int, plan: Plan) -> Any:
         if not plan.written and not plan.out:
@@ -244,7 +237,7 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
                 setattr(x, _MARK, mark)
         return result
 
-    def _viewed(self, result: Any, args: Args) -> Any:
+    def _viewed(self, result: Any, args: Sequence[Any]) -> Any:
         """Let a view be what its base is; a parameter's gradient is FP32."""
         mark = getattr(args[0], _MARK, 0)
         if not mark:
@@ -254,6 +247,19 @@ class emulate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801
             for x in floats((result,)):
                 setattr(x, _MARK, mark)
         return result
+
+
+@dataclass(slots=True)
+class _Call:
+    """An operator, what is known of it, and its arguments."""
+
+    func: OpOverload
+    plan: Plan
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
 
 
 @contextmanager
