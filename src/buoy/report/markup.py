@@ -59,37 +59,44 @@ def table(
     caption: str = "",
 ) -> str:
     """Make a table whose headings sort it; the first `text` columns hold words."""
-    head = "".join(
-        f'<th scope="col"{_words(i < text)}><button type="button">{escape(column)}'
-        "</button></th>"
-        for i, column in enumerate(columns)
-    )
-    body = "\n".join(
-        "<tr>" + "".join(_cell(cell, i < text) for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
-    )
+    headings = [_heading(column, i < text) for i, column in enumerate(columns)]
+    lines = []
+    for row in rows:
+        cells = [_cell(cell, i < text) for i, cell in enumerate(row)]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    head = f"<thead><tr>{''.join(headings)}</tr></thead>"
+    body = "\n".join(lines)
     label = f'role="region" aria-label="{escape(caption)}"'
     return (
         f'<div class="scroll" tabindex="0" {label}>'
-        f'<table id="{name}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>'
-        "</table></div>"
+        f'<table id="{name}">{head}\n<tbody>{body}</tbody></table></div>'
     )
 
 
-def _words(text: bool) -> str:  # noqa: FBT001
-    return ' class="text"' if text else ""
+def _heading(column: str, is_text: bool) -> str:  # noqa: FBT001
+    classes = ' class="text"' if is_text else ""
+    button = f'<button type="button">{escape(column)}</button>'
+    return f'<th scope="col"{classes}>{button}</th>'
 
 
-def _cell(cell: Cell, text: bool) -> str:  # noqa: FBT001
-    value = "" if cell.value is None else f' data-value="{escape(str(cell.value))}"'
-    kinds = [name for name, on in (("text", text), ("wrap", cell.wide)) if on]
-    style = ""
+def _cell(cell: Cell, is_text: bool) -> str:  # noqa: FBT001
+    kinds = []
+    attributes = ""
+    if is_text:
+        kinds.append("text")
+    if cell.wide:
+        kinds.append("wrap")
     if cell.bar is not None:
         kinds.append("bar")
-        style = f' style="--w: {100.0 * min(max(cell.bar, 0.0), 1.0):.2f}%"'
-    classes = f' class="{" ".join(kinds)}"' if kinds else ""
+    if kinds:
+        attributes += f' class="{" ".join(kinds)}"'
+    if cell.value is not None:
+        attributes += f' data-value="{escape(str(cell.value))}"'
+    if cell.bar is not None:
+        percent = 100.0 * min(max(cell.bar, 0.0), 1.0)
+        attributes += f' style="--w: {percent:.2f}%"'
     shown = cell.text if cell.markup else escape(cell.text)
-    return f"<td{classes}{value}{style}>{shown}</td>"
+    return f"<td{attributes}>{shown}</td>"
 
 
 def details(title: str, inner: str, *, opened: bool = False) -> str:

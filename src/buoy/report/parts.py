@@ -9,7 +9,7 @@ from buoy._core.policies.policy import Policy
 from buoy._core.replay.compare import Replayed, replay_with_oracle
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.diagnose.estimate import estimate_underflow
-from buoy.report.facts import Facts, is_finite
+from buoy.report.facts import Facts, Layer, is_finite
 from buoy.report.markup import Cell, chip, details, table, tiles
 from buoy.report.run import Run
 from buoy.report.theme import DASHES, RUNS
@@ -60,7 +60,7 @@ def _marked(text: str) -> str:
 
 
 def _tiles(found: Facts) -> str:
-    seen = found.shares
+    subnormal = _NOTHING if found.shares is None else share(found.shares.subnormal)
     return tiles(
         [
             ("steps", "steps", f"{found.steps:,}"),
@@ -69,11 +69,7 @@ def _tiles(found: Facts) -> str:
             ("scale", "scale at the end", power(found.last_scale)),
             ("headroom", "headroom, median", bits(found.headroom)),
             ("zero", "gradients zero", _zero(found)),
-            (
-                "subnormal",
-                "gradients subnormal",
-                _NOTHING if seen is None else share(seen.subnormal),
-            ),
+            ("subnormal", "gradients subnormal", subnormal),
             ("loss", "last loss", _number(found.last_loss)),
         ]
     )
@@ -93,23 +89,28 @@ def _number(value: float | None) -> str:
 def comparison(runs: Sequence[tuple[Run, Facts, Summary]]) -> str:
     """Set several runs side by side."""
     more = list(dict.fromkeys(name for run, _, _ in runs for name in run.facts))
-    columns = ["run", "result", *more, "last loss", "steps", "skipped", "scale"]
-    columns += ["headroom", "zero", "subnormal"]
-    rows = [
-        [
-            Cell(_swatch(i) + escape(run.label), run.label, markup=True),
-            Cell(chip(said.level), said.level, markup=True),
-            *(Cell(run.facts.get(name, "-")) for name in more),
-            Cell(_number(found.last_loss), found.last_loss),
-            Cell(f"{found.steps:,}", found.steps),
-            Cell(f"{found.skipped:,}", found.skipped),
-            Cell(power(found.last_scale), found.last_scale),
-            Cell(bits(found.headroom), found.headroom),
-            _share_cell(None if found.shares is None else found.shares.zero),
-            _share_cell(None if found.shares is None else found.shares.subnormal),
-        ]
-        for i, (run, found, said) in enumerate(runs)
-    ]
+    columns = (
+        "run", "result", *more, "last loss", "steps", "skipped", "scale", "headroom",
+        "zero", "subnormal",
+    )  # fmt: skip
+    rows = []
+    for i, (run, found, said) in enumerate(runs):
+        zero = None if found.shares is None else found.shares.zero
+        subnormal = None if found.shares is None else found.shares.subnormal
+        rows.append(
+            [
+                Cell(_swatch(i) + escape(run.label), run.label, markup=True),
+                Cell(chip(said.level), said.level, markup=True),
+                *(Cell(run.facts.get(name, "-")) for name in more),
+                Cell(_number(found.last_loss), found.last_loss),
+                Cell(f"{found.steps:,}", found.steps),
+                Cell(f"{found.skipped:,}", found.skipped),
+                Cell(power(found.last_scale), found.last_scale),
+                Cell(bits(found.headroom), found.headroom),
+                _share_cell(zero),
+                _share_cell(subnormal),
+            ]
+        )
     return table("compare", columns, rows, text=2, caption="The runs compared")
 
 
@@ -144,25 +145,27 @@ def layer_table(run: Run, found: Facts, name: str) -> str:
     if not found.layers:
         return '<p class="soft">No histograms were recorded.</p>'
     lost = _lost(run, found)
-    rows = [
-        [
-            Cell(
-                f'<span class="name-of">{escape(layer.name)}</span>',
-                layer.name,
-                markup=True,
-            ),
-            Cell(f"{layer.size:,}" if layer.size else "-", layer.size),
-            _share_cell(layer.zero if layer.size else None),
-            _share_cell(lost.get(layer.name)),
-            _share_cell(layer.subnormal if layer.size else None),
-            Cell(bits(layer.headroom), _value(layer.headroom)),
-            Cell(f"{layer.offences:,}", layer.offences),
-        ]
-        for layer in found.layers
-    ]
-    columns = ["tensor", "elements", "zero", "lost", "subnormal", "headroom"]
-    columns += ["overflows"]
+    columns = (
+        "tensor", "elements", "zero", "lost", "subnormal", "headroom", "overflows",
+    )  # fmt: skip
+    rows = [_layer(layer, lost.get(layer.name)) for layer in found.layers]
     return table(name, columns, rows, caption="Tensors and what they lose")
+
+
+def _layer(layer: Layer, lost: float | None) -> list[Cell]:
+    """Return the row of a tensor; one that was only named by a skip has no shares."""
+    measured = layer.size > 0
+    name = f'<span class="name-of">{escape(layer.name)}</span>'
+    headroom = "" if layer.headroom is None else layer.headroom
+    return [
+        Cell(name, layer.name, markup=True),
+        Cell(f"{layer.size:,}" if measured else "-", layer.size),
+        _share_cell(layer.zero if measured else None),
+        _share_cell(lost),
+        _share_cell(layer.subnormal if measured else None),
+        Cell(bits(layer.headroom), headroom),
+        Cell(f"{layer.offences:,}", layer.offences),
+    ]
 
 
 def _lost(run: Run, found: Facts) -> dict[str, float]:
@@ -176,10 +179,6 @@ def _lost(run: Run, found: Facts) -> dict[str, float]:
         for layer in found.layers[:_ESTIMATED]
         if layer.name in latest
     }
-
-
-def _value(value: float | None) -> float | str:
-    return "" if value is None else value
 
 
 def skips(run: Run, found: Facts, said: Summary, name: str) -> str:
