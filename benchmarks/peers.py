@@ -297,7 +297,12 @@ def after_overflows(
 
 def flax_minimum() -> str:
     """Return flax' scale after 200 overflows."""
-    step = jax.jit(lambda s: s.value_and_grad(lambda w: w * jnp.inf)(1.0)[0])
+
+    @jax.jit
+    def step(scaler: DynamicScale) -> DynamicScale:
+        scaler, *_ = scaler.value_and_grad(lambda w: w * jnp.inf)(1.0)
+        return scaler
+
     return power(float(after_overflows(step, DynamicScale()).scale))
 
 
@@ -313,9 +318,17 @@ def jmp_minimum() -> str:
 def buoy_minimum() -> str:
     """Return the scale of `loss_scaled` after 200 overflows."""
     tx = buoy.jax.loss_scaled(optax.sgd(0.1), "backoff")
-    grad = buoy.jax.value_and_grad(lambda w: jnp.sum(w) * jnp.inf)
-    step = jax.jit(lambda s: tx.update(grad(s, jnp.ones(1))[1], s)[1])
-    return power(float(buoy.jax.scale_of(after_overflows(step, tx.init(jnp.ones(1))))))
+    weight = jnp.ones(1)
+    grad_fn = buoy.jax.value_and_grad(lambda w: jnp.sum(w) * jnp.inf)
+
+    @jax.jit
+    def step(state: optax.OptState) -> optax.OptState:
+        _, grads = grad_fn(state, weight)
+        _, state = tx.update(grads, state)
+        return state
+
+    state = after_overflows(step, tx.init(weight))
+    return power(float(buoy.jax.scale_of(state)))
 
 
 def flax_overflow() -> tuple[str, str]:

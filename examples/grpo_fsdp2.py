@@ -80,8 +80,9 @@ def answer(model: Model, prompts: Tensor, source: torch.Generator) -> Tensor:
 def chosen(model: Model, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each word of the answers, and the mean entropy."""
     likely = model(tokens[:, :-1])[:, -LENGTH:]
+    words = tokens[:, -LENGTH:, None]
     entropy = -(likely.exp() * likely).sum(2).mean()
-    return likely.gather(2, tokens[:, -LENGTH:, None]).squeeze(2), entropy
+    return likely.gather(2, words).squeeze(2), entropy
 
 
 def reward(tokens: Tensor) -> Tensor:
