@@ -6,7 +6,6 @@ Names are those of `torch.ops.aten`; people may also say what the function is ca
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -114,7 +113,7 @@ def plan_of(operator: OpOverload) -> Plan:
     )
 
 
-def _is_written(argument: Any) -> bool:  # torch has no name for its type
+def _is_written(argument: "torch._C.Argument") -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
