@@ -151,6 +151,7 @@ def test_policies_can_be_asked_for_by_name() -> None:
     done = run("policies", "kears")
     assert done.returncode == 1
     assert "Did you mean 'keras'?" in " ".join(done.stderr.split())
+    assert run("policies", "keras").stdout.startswith("keras: ")
 
 
 @with_click
@@ -245,6 +246,8 @@ def test_tune_gives_numbers_and_sentences() -> None:
         (["replay"], 2, "Missing argument 'FILE'"),
         (["replay", "synthetic:noise", "-p", "torch:init_scale"], 2, "not key=value"),
         (["replay", "synthetic:noise", "-p", "static:init_scale=2^9999"], 2, "float"),
+        (["replay", "synthetic:noise", "-p", "torch:a=1,a=2"], 2, "is given twice"),
+        ([], 2, "Usage: buoy [OPTIONS] COMMAND"),
         (["replay", "synthetic:noise:steps=many"], 2, "steps and seed"),
         (["replay", "synthetic:noise", "-f", "fp12"], 2, "fp12"),
         (["tune", "synthetic:noise", "-t", "growth_interval"], 2, "not key=value"),
@@ -352,3 +355,15 @@ def test_tables_survive_pipes_of_any_encoding(encoding: str) -> None:
     done = run("replay", "synthetic:noise:steps=50", PYTHONIOENCODING=encoding)
     assert done.returncode == 0
     assert "oracle" in done.stdout
+
+
+@with_click
+def test_tune_says_if_no_scale_is_safe_and_if_there_is_nothing_to_try(
+    tmp_path: Path,
+) -> None:
+    """In sentences, not by leaving them out."""
+    path = tmp_path / "run.json"
+    buoy.trace.write(Trace(amax_log2=(148.0, 1.0) * 50), path)
+    said = " ".join(run("tune", str(path), "-p", "none").stdout.split())
+    assert "Every scale skips more than" in said
+    assert "none: no setting to try; name some with --try." in said

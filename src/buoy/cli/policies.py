@@ -4,7 +4,6 @@ import inspect
 
 import click
 
-from buoy._core.errors import UnknownPolicyError
 from buoy._core.policies.registry import Listed, listed, policy
 from buoy.cli.render import fields_of, json_out, table, value_text
 from buoy.cli.spec import JSON
@@ -36,8 +35,6 @@ def _chosen(names: tuple[str, ...]) -> list[Listed]:
     for name in names:
         if name not in rows:
             policy(name)  # raises, with a guess at what was meant
-            message = f"The policy {name!r} is not listed."
-            raise UnknownPolicyError(message)
     return [rows[name] for name in names or rows]
 
 

@@ -124,13 +124,11 @@ def devices_of(value: jax.Array) -> int:
     return count
 
 
-def largest(values: list[jax.Array], axes: tuple[Any, ...] | None) -> list[jax.Array]:
+def largest(values: list[jax.Array], axes: tuple[Any, ...]) -> list[jax.Array]:
     """Return the maximum of each number over all devices, in one collective.
 
     NaN becomes inf: both mean "not finite", and not every collective keeps NaN.
     """
-    if not axes:
-        return values
     flat = [jnp.atleast_1d(value).astype(jnp.float32) for value in values]
     sizes = [part.size for part in flat]
     packed = jnp.concatenate(flat)

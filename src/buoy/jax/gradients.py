@@ -93,8 +93,8 @@ def _split_aux(out: Any, *, has_aux: bool) -> tuple[Any, Any]:
 @jax.custom_jvp
 def _carry(loss: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the loss; its derivative is the scale."""
-    del scale
-    return loss
+    del scale  # pragma: no cover - JAX runs this only where nothing is differentiated
+    return loss  # pragma: no cover
 
 
 @_carry.defjvp
