@@ -276,3 +276,11 @@ def test_a_file_with_keys_of_nobody_is_refused(tmp_path: Path) -> None:
     path.write_text('{"buoy_trace": 1, "amax_log2": [1], "los_log2": [1]}')
     with pytest.raises(buoy.TraceError, match="unknown keys.*los_log2"):
         buoy.trace.read(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="of Linux")
+@pytest.mark.parametrize("reader", [buoy.trace.read, buoy.trace.load])
+def test_a_file_that_opens_and_cannot_be_read_is_a_trace_error(reader: Any) -> None:
+    """As on a disk that fails; the reason is the system's."""
+    with pytest.raises(buoy.TraceError, match="Cannot read the trace .* error"):
+        reader("/proc/self/mem")
