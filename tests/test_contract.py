@@ -191,7 +191,9 @@ class OtherOnDevices(Good):
 class Loose:
     """As good as `Good`, and no dataclass."""
 
-    wants, precision, bounds = frozenset(), "float32", buoy.Bounds()
+    wants = frozenset()
+    precision = "float32"
+    bounds = buoy.Bounds()
 
     def init(self, *, scale=None):
         return CountState(1024.0 if scale is None else scale, 0)
