@@ -46,14 +46,15 @@ def test_bad_batches_do_not_make_gradients_zero(share, longest, seed):
 
     Clusters of any length up to 10, up to a tenth of all steps, of gradients of 2^-40
     to 2^4; the scale that torch's rule starts at keeps all of these above 0.  Where all
-    are single ones, it is so in the mean: there a run may be unlucky.
+    are single ones, one run of the 60 may be unlucky: a single wait has 1 % of a run.
     """
     world = worlds.bad_batches(
         clusters(NAN_GRADIENTS, share=share, longest=longest), RUNS, 2000, seed
     )
     zero = live(POLICY, world).zero.sum(0) / np.isfinite(world.hidden).sum(0)
 
-    assert (zero.mean() if longest == 1 else zero.max()) <= 0.01
+    unlucky = 1 if longest == 1 else 0
+    assert np.sum(zero > 0.01) <= unlucky
 
 
 @pytest.mark.slow
@@ -77,7 +78,7 @@ def test_the_check_notices_a_ceiling_that_stays_low(monkeypatch):
 
 @few
 @given(seeds, st.integers(1, 10))
-def test_zero_gradients_below_the_level_end_within_24_steps(seed, length):
+def test_zero_gradients_below_the_level_end_within_20_steps(seed, length):
     """A row of bad batches, while one step in twenty is bad anyway."""
     rng = np.random.default_rng(seed)
     size = rng.uniform(-40, 4, RUNS) + np.zeros((400, RUNS))
@@ -90,7 +91,7 @@ def test_zero_gradients_below_the_level_end_within_24_steps(seed, length):
         current = np.where(step, current + 1, 0)
         longest = np.maximum(longest, current)
 
-    assert longest.max() <= 24  # 16, and 8 after a try that a bad batch made fail
+    assert longest.max() <= 20
 
 
 def test_a_failed_forward_pass_costs_its_step_only():
@@ -108,28 +109,27 @@ def test_a_failed_forward_pass_costs_its_step_only():
 # -- hidden tensors --------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_scale_that_fits_is_found_and_others_are_tried_rarely(seed):
-    """Ten skips at most, and then one in 500 steps, in 95 % of all runs."""
-    kinds = (worlds.hidden, worlds.alternating, worlds.hidden_tasks, alternating_above)
-    settled, found = [], []
-    for make in kinds:
-        world = make(500, seed=seed)
-        skipped = live(POLICY, world).skipped[:, fits(world)]
-        settled += [settles(run) for run in skipped.T]
-        found += (skipped[:400].sum(0) <= 10).tolist()
-
-    assert np.mean(settled) >= 0.95
-    assert np.mean(found) >= 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
+kinds = pytest.mark.parametrize(
     "make",
     [worlds.hidden, worlds.alternating, worlds.hidden_tasks, alternating_above],
 )
+
+
+@pytest.mark.slow
+@kinds
+@pytest.mark.parametrize("seed", range(5))
+def test_a_scale_that_fits_is_found_and_others_are_tried_rarely(make, seed):
+    """Ten skips at most, and then one in 500 steps, in 95 % of the runs of a kind."""
+    world = make(500, seed=seed)
+    skipped = live(POLICY, world).skipped[:, fits(world)]
+
+    assert np.mean([settles(run) for run in skipped.T]) >= 0.95
+    assert np.mean(skipped[:400].sum(0) <= 10) >= 0.95
+
+
+@pytest.mark.slow
+@kinds
+@pytest.mark.parametrize("seed", range(5))
 def test_at_most_one_step_in_twenty_is_lost_where_no_scale_fits(make, seed):
     """The scale that lets the gradients through overflows elsewhere."""
     world = make(500, seed=seed)

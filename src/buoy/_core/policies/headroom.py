@@ -28,10 +28,10 @@ UNKNOWN = -1024.0  # the peak before any measurement
 # The ceiling.
 DEEP = 9.0  # how far below the level an overflow leads
 CRAWL = 2.0  # how far below the scale, if that is as deep or had reached the ceiling
-UNDO = 5.0  # how much of the rises before the last one an overflow takes back
-CALM = 4.0  # finite steps after which an overflow is not recent any more
+UNDO = 7.0  # how much of the rises before the last one an overflow takes back
+SOON = 4.0  # an overflow is soon if the ceiling waited for less
 SHORT, LONG = 1.0, 1024.0  # bounds of the patience, in steps
-LONGER, SHORTER = 32.0, 1 / 4  # factors: after an overflow that takes back, any other
+LONGER = 32.0  # the factor of patience after an overflow that takes back
 HURRY = 1 / 64  # the part of a wait that is enough while all gradients are zero
 REST = 1 / 128  # the part of patience that is added to the wait after taking back
 
@@ -40,8 +40,8 @@ REST = 1 / 128  # the part of patience that is added to the wait after taking ba
 class HeadroomState:
     """The state of `Headroom`.  Never validated: the fields may be tracers.
 
-    All but the scale are multiples of 1/64 or of 1/128, and small: float32 and float64
-    compute the same.
+    All but the scale are multiples of 1/64, and small: float32 and float64 compute the
+    same.
     """
 
     scale: Scalar  # the multiplier of the next loss, a power of two
@@ -50,8 +50,7 @@ class HeadroomState:
     ceiling: Scalar  # log2 of the highest scale to use
     base: Scalar  # the ceiling that it falls back to
     patience: Scalar  # finite steps that it waits at its base
-    calm: Scalar  # finite steps since it moved; below 0 for a longer wait
-    recent: Scalar  # 1 after an overflow, 0 again after 4 finite steps
+    waited: Scalar  # finite steps since it moved; starts below 0 for a longer wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +67,15 @@ class Headroom:
        is 12 above it if all gradients are zero and the scale is below 2^32.
     4. The next scale is the level, but not above the ceiling, and within the bounds.
     5. An overflow lowers the ceiling to 9 below the level; if the scale is that low
-       already, or had reached the ceiling and the last overflow is more than 4 finite
-       steps ago, to 2 below the scale.
+       already, or had reached a ceiling that waited for 4 finite steps, to 2 below the
+       scale.
     6. A ceiling that holds the scale below the level rises by 1 after `patience` finite
        steps, again after half as many, and so on, down to 1/64; while patience is 1 and
        the ceiling is more than 10 below the level, it rises half the way to 9 below it.
-    7. An overflow at a ceiling that rose takes back the last rise and up to 5 of those
+    7. An overflow at a ceiling that rose takes back the last rise and up to 7 of those
        before instead, makes patience 32 times longer, at most 1024, and the next wait
-       longer by 1/128 of it; every other overflow makes patience 4 times shorter, at
-       least 1.
+       longer by 1/128 of it, rounded down; every other overflow makes patience as short
+       as the ceiling waited, at least 1.
     8. While all gradients are zero, the ceiling waits for 1/64 of that only, and rises
        by 12; the peak fades only where the level set the scale, below 2^32.
     9. A step whose loss was not finite before it was scaled changes nothing.
@@ -139,8 +138,7 @@ class Headroom:
             ceiling=self.highest,
             base=self.highest,
             patience=SHORT,
-            calm=0.0,
-            recent=0.0,
+            waited=0.0,
         )
 
     def foresee(
@@ -179,10 +177,10 @@ class Headroom:
 
         # The ceiling after a finite step.
         reached = k >= state.ceiling
-        calm = state.calm + 1.0
+        waited = state.waited + 1.0
         wait = state.patience * ops.exp2(state.base - state.ceiling)
         wait = where(zero, wait * HURRY, wait)
-        rises = reached & (state.ceiling < level) & (calm >= wait)
+        rises = reached & (state.ceiling < level) & (waited >= wait)
         above = state.ceiling + where(zero, CLIMB, 1.0)
         far = (deep > above) & (state.patience <= SHORT)
         above = where(far, ops.floor((deep + above) / 2.0), above)
@@ -190,9 +188,10 @@ class Headroom:
 
         # The ceiling after an overflow.
         rose = reached & (state.base < state.ceiling)
-        slow = (reached & (state.recent < 1.0)) | (k <= deep)
+        slow = (reached & (state.waited >= SOON)) | (k <= deep)
         lowered = where(rose, state.base, where(slow, k - CRAWL, deep))
-        patience = state.patience * where(rose, LONGER, SHORTER)
+        shorter = where(state.waited < state.patience, state.waited, state.patience)
+        patience = where(rose, state.patience * LONGER, shorter)
         patience = where(patience > SHORT, patience, SHORT)
         patience = where(patience < LONG, patience, LONG)
 
@@ -208,12 +207,11 @@ class Headroom:
             ceiling=ceiling,
             base=where(base > follows, base, follows),
             patience=where(finite, state.patience, patience),
-            calm=where(
+            waited=where(
                 finite,
-                where(rises, 0.0, calm),
-                where(rose, -REST * patience, 0.0),
+                where(rises, 0.0, waited),
+                where(rose, -ops.floor(REST * patience), 0.0),
             ),
-            recent=where(finite, where(calm >= CALM, 0.0, state.recent), 1.0),
         )
         if seen.loss_finite is None:
             return after
