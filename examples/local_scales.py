@@ -196,9 +196,10 @@ def train(
     torch.manual_seed(0)
     x = torch.randn(64, 4)
     y = torch.sin(x @ torch.randn(4, 8))
+    first = nn.Linear(4, WIDTH)
     blocks = [Block() for _ in range(DEPTH)]
     kind = LocalScales if local else nn.Sequential
-    model = kind(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 8))
+    model = kind(first, *blocks, nn.Linear(WIDTH, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, eps=1e-30)
     # That no single scale trains this network is what the example shows.
     scaler = GradScaler("cpu", enabled=half, on_stuck=lambda _: None, **options)
