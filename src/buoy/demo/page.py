@@ -71,6 +71,8 @@ def _glance(results: Results, *, whole: bool) -> str:
         for workload in results.workloads
     ]
     names = ["training", *(column.name for column in results.columns)]
+    made = table("results", names, rows, caption="Results")
+
     said = "".join(
         f"<li>{escape(claim.text)}</li>" for claim in results.claims(titles=True)
     )
@@ -80,7 +82,6 @@ def _glance(results: Results, *, whole: bool) -> str:
         "are means over the seeds, of the FP32 weights after training; skipped steps "
         "are summed up over them.</p>"
     )
-    made = table("results", names, rows, caption="Results")
     ways = "".join(
         f"<dt>{escape(column.name)}</dt><dd>{escape(column.words)}</dd>"
         for column in results.columns

@@ -226,6 +226,7 @@ def _culprit(
     """Put together what is known of it."""
     if spot is None:
         return Culprit(module="", direction="forward", part=part, scale=scale)
+
     forward = spot.where in ("input", "output")
     outside = spot.where in ("input", "grad_output")  # the fault of who called it
     span = spot.span.parent if outside else spot.span
@@ -236,6 +237,7 @@ def _culprit(
     before = ""
     if part == "between":
         after, before = _neighbours(spot)
+
     return Culprit(
         module=name,
         kind=type(module).__name__,

@@ -79,6 +79,7 @@ def _remedy(culprit: Culprit) -> str:
         return (
             f"No scale helps: at scale 1 it is not finite either. {_backward(culprit)}"
         )
+
     fitting = culprit.fitting_scale
     if fitting is not None and culprit.scale is not None:
         return (

@@ -150,6 +150,7 @@ def kept_aside(model: torch.nn.Module, rng: RngState | None = None) -> Iterator[
         for module in model.modules()
         for name, value in module._buffers.items()
     ]
+
     for param, _ in grads:
         param.grad = None
     if rng is not None:

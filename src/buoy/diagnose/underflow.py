@@ -47,6 +47,7 @@ def measure_underflow(
             "`model=`, or give the scaler its model: `GradScaler(..., model=model)`."
         )
         raise OptionError(message)
+
     used = scaler.get_scale() if scale is None else scale
     halves = _Half(model)
     with kept_aside(model), halves.watching(activations=activations):
@@ -59,6 +60,7 @@ def measure_underflow(
             "and let it call `backward` or return the loss."
         )
         raise OptionError(message)
+
     truth = _Truth(model, halves)
     watching = truth.watching(activations=activations)
     with kept_aside(model), in_full_precision(model), watching:

@@ -54,6 +54,7 @@ def use(
             "Accelerate's own scaler. Call `use(accelerator)` before `prepare`."
         )
         raise OptionError(message)
+
     handler = accelerator.scaler_handler
     given = {} if handler is None else handler.to_kwargs()
     scaler = make_scaler(accelerator.device.type, policy, given, options)

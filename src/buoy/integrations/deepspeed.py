@@ -133,16 +133,19 @@ def use(
             f"of {type(engine).__name__}."
         )
         raise OptionError(message)
+
     autocast = engine.torch_autocast_enabled()
     if autocast and engine.torch_autocast_dtype() is not torch.float16:
         return None
     if not (autocast or engine.fp16_enabled()):
         return None
+
     if engine.torch_autocast_z0_gradscaler is not None:
         scaler = make_scaler(engine.device.type, policy, {}, options)
         scaler.attach(_Overflow())
         engine.torch_autocast_z0_gradscaler = scaler
         return scaler
+
     optimizer = engine.optimizer
     if not hasattr(optimizer, "loss_scaler"):
         message = (

@@ -160,6 +160,7 @@ def _clipped(recording: Recording, rows: Rows) -> Clipped | None:
     if isinstance(noted, dict) and isinstance(noted.get("scale"), (int, float)):
         step = noted.get("step")
         return Clipped(step if isinstance(step, int) else None, float(noted["scale"]))
+
     # The torch front end sees more than the rows do at a single scale.
     losses = {loss for loss in rows.loss if math.isfinite(loss)}
     one_scale = "torch" not in recording.meta and len(losses) > 1

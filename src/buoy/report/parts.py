@@ -192,6 +192,7 @@ def skips(run: Run, found: Facts, said: Summary, name: str) -> str:
         f"<li><b>{verdict.value}</b>: {count:,}.{_meaning(verdict, said)}</li>"
         for verdict, count in found.verdicts.items()
     )
+
     places = run.rows.skipped
     missed = [run.rows[place] for place in places[-_LISTED:]]
     rows = [

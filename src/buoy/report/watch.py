@@ -59,6 +59,7 @@ class Follower:
         if last is None:
             self.recording = new
             return True
+
         rows = [*last.rows, *new.rows][-_RECENT:]
         shots = [*last.shots, *new.shots][-_LOOKS:]
         changed = bool(new.rows) or new.ended != last.ended

@@ -114,6 +114,7 @@ def _lossy(found: Facts) -> list[_Finding]:
         f"{share(seen.subnormal)} of the gradients are below FP16's smallest normal "
         f"number and {share(seen.zero)} are zero{where}."
     )
+
     spare = found.headroom
     if spare is not None and spare > _SPARE:
         exponent = math.floor(math.log2(found.last_scale) + spare - 1.0)

@@ -119,6 +119,7 @@ def initialize(
         _now.scalers = ()
         _now.gradients = ()
         return result
+
     given = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -129,6 +130,7 @@ def initialize(
     chosen = level(opt_level, given)
     if verbosity:
         log.info("%s", chosen)
+
     modules: list[torch.nn.Module] = _listed(models)
     held: list[Optimizer] = _listed(optimizers)
     for model in modules:
@@ -137,6 +139,7 @@ def initialize(
         for optimizer in held:
             if masters_of(optimizer) is None:
                 MasterWeights(optimizer, model=modules[0] if modules else None)
+
     low = _FLOOR if min_loss_scale is None else min_loss_scale
     _now.begun = True
     _now.level = chosen
@@ -205,12 +208,14 @@ def _scaled(
         for gradients in held:
             gradients.scaled = True
         return
+
     kept = [pair for gradients in held for pair in gradients.set_aside()]
     yield scaler.scale(loss)
     checked = [gradients.check(scaler) for gradients in held]
     scaler.update()
     for param, grad in kept:
         param.grad = grad if param.grad is None else param.grad.add_(grad)
+
     if all(checked):
         return
     for gradients in held:

@@ -51,6 +51,7 @@ def level(name: str, given: dict[str, Any]) -> Level:
             "'O3': the letter O, not the number zero."
         )
         raise OptionError(message)
+
     changed = {key: value for key, value in given.items() if value is not None}
     if name == "O1":
         _refuse_casts(changed)
@@ -60,6 +61,7 @@ def level(name: str, given: dict[str, Any]) -> Level:
             f"{name!r} the model itself is cast. Leave it out, or choose 'O1'."
         )
         raise OptionError(message)
+
     kept = changed.get("keep_batchnorm_fp32", False)
     if kept not in _WORDS:
         message = (
