@@ -18,7 +18,6 @@ largest hidden tensor of the backward pass (`hidden`, not measured), one column 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -73,7 +72,8 @@ def hidden(
 ) -> World:
     """Ceilings at 2^-20 to 2^50, from any start, while visible gradients drift."""
     rng = np.random.default_rng(seed)
-    size, drift = rng.uniform(-45, 4, runs), rng.choice([0, 0, -20, 8], runs)
+    size = rng.uniform(-45, 4, runs)
+    drift = rng.choice([0, 0, -20, 8], runs)
     noise = rng.choice([0, 0.2, 1.0], runs) * rng.standard_normal((steps, runs))
     above = LIMIT - rng.integers(-20, 50, runs) - 0.5
     above = above + wobble * rng.standard_normal((steps, runs))
@@ -124,7 +124,7 @@ def _spread(rng: np.random.Generator, runs: int) -> np.ndarray:
     return rng.choice([8.0, 20.0, 40.0], runs)
 
 
-def live(policy: Any, world: World) -> Lived:
+def live(policy: buoy.Policy, world: World) -> Lived:
     """Lead a policy through a world."""
     state = replace(started(policy, len(world.start)), scale=np.exp2(world.start))
     lived = []
@@ -212,8 +212,10 @@ def main() -> None:
 def _cell(world: World) -> str:
     skipped = live(buoy.Headroom(), world).skipped
     unsettled = np.array([not settles(run) for run in skipped.T])
-    fitting, counts = fits(world), skipped.sum(0)
-    share, mean = 100 * unsettled[fitting].mean(), counts[fitting].mean()
+    fitting = fits(world)
+    counts = skipped.sum(0)
+    share = 100 * unsettled[fitting].mean()
+    mean = counts[fitting].mean()
     return f"{share:.1f} %, {mean:.1f}, {counts[~fitting].max(initial=0)}"
 
 
