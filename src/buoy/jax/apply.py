@@ -16,6 +16,7 @@ from buoy._core.step import Measurement, as_wanted, decide, schedule
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
 from buoy.jax.carried import check_read
+from buoy.jax.clipped import held
 from buoy.jax.errors import NoScaleError, StructureError
 from buoy.jax.masters import keeps_masters
 from buoy.jax.skip import apply_or_skip
@@ -82,12 +83,13 @@ def advance(
         (grads, state.inner, params),
         branch=branch,
     )
+    sizes = {"norm": Measured(_no_nan(norm)), "amax": _amax(looked, scales)}
+    after = held(after, state, sizes)
     line = line_of(
         before.scale,
         after.scale,
         applied,
-        norm=Measured(_no_nan(norm)),
-        amax=_amax(looked, scales),
+        **sizes,
         loss=NOT_MEASURED if looked.loss is None else Measured(looked.loss),
     )
     return updates, LossScaledState(

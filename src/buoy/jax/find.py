@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from buoy.jax.carried import note_read
+from buoy.jax.clipped import note_nesting
 from buoy.jax.errors import NoScaleError, SeveralScalesError
 from buoy.jax.flax import register_with_flax
 from buoy.jax.nesting import warn_of_nesting
@@ -54,7 +55,8 @@ def find(tree: Any) -> LossScaledState:
         )
         raise SeveralScalesError(message)
     _, state = found[0]
-    warn_of_nesting(tree, _is_state)
+    if warn_of_nesting(tree, _is_state):
+        note_nesting(state.plan)
     bare: LossScaledState = jax.tree.map(_bare, state, is_leaf=_is_variable)
     return register_with_flax(bare)
 

@@ -65,8 +65,8 @@ _AROUND: dict[type[Any], str] = {
 }
 
 
-def warn_of_nesting(tree: Any, is_state: Callable[[Any], bool]) -> None:
-    """Warn if the structure of a tree shows that others get scaled gradients.
+def warn_of_nesting(tree: Any, is_state: Callable[[Any], bool]) -> bool:
+    """Warn and return True if the structure of a tree shows a wrong nesting.
 
     `is_state` tells the state of `loss_scaled`, of which the tree holds one.  Of
     several wrong nestings the outermost is reported.
@@ -79,7 +79,8 @@ def warn_of_nesting(tree: Any, is_state: Callable[[Any], bool]) -> None:
         message = _wrong(node, child)
         if message is not None:
             warn(message)
-            return
+            return True
+    return False
 
 
 def _children(node: Any) -> list[Any]:
