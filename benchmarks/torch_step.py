@@ -211,13 +211,14 @@ def training(rows: int, width: int, *, scale: bool) -> Callable[[], object]:
 
 def survey(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
     """The survey against one plain read of the gradients."""
-    from buoy._backends.torch.gradients import gather, take_survey
+    from buoy._backends.torch.gradients import gather
+    from buoy._backends.torch.inspection import inspect
 
     optimizer = Idle(params)
     inverse = torch.ones(())
     grads = [param.grad for param in params]
     return {
-        "buoy": lambda: take_survey(gather(optimizer), inverse, order=2.0),
+        "buoy": lambda: inspect(gather(optimizer), inverse, order=2.0, may_read=True),
         "read": lambda: [grad.sum() for grad in grads],
     }
 

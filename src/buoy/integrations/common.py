@@ -8,6 +8,9 @@ from torch.amp.grad_scaler import OptState
 
 from buoy._core.policies.policy import Policy
 from buoy.torch import Extension, GradScaler
+from buoy.torch.hooks import Scaler
+from buoy.torch.pending import Pending
+from buoy.torch.step import measure_norm
 
 __all__ = ["make_scaler", "metrics"]
 
@@ -20,16 +23,16 @@ class Metrics(Extension):
     def __init__(self) -> None:
         self.count = 0
 
-    @torch.no_grad()
-    def before_step(self, scaler: Any, work: Any) -> None:
+    def before_step(self, scaler: Scaler, pending: Pending) -> None:
         """Compute the norm of gradients that were neither clipped nor unscaled."""
-        ready = work["stage"] is OptState.READY and work.multiplier is None
+        ready = pending.stage is OptState.READY and pending.factor is None
         if ready and scaler._iteration.scalings:  # else a closure computes them first
-            scaler._surveyor.survey_norm(work, 2.0)
+            with torch.no_grad():
+                measure_norm(scaler, scaler._placed("step"), pending, 2.0)
 
-    def skipped(self, scaler: Any, work: Any) -> None:
+    def skipped(self, scaler: Scaler, pending: Pending) -> None:
         """Count a skipped step."""
-        del scaler, work
+        del scaler, pending
         self.count += 1
 
     def state_dict(self) -> int:
@@ -64,7 +67,8 @@ def metrics(scaler: GradScaler) -> dict[str, float]:
     The scale and the norm of the last step, and the number of skipped steps so far.
     The norm is left out if the step was skipped.  Reads from the device.
     """
-    last, counter = scaler.last_step, scaler._hooks.find("metrics")
+    last = scaler.last_step
+    counter = scaler._hooks.find(Metrics)
     if last is None or counter is None:
         return {}
     found = {"buoy/scale": last.scale, "buoy/skipped": float(counter.count)}

@@ -20,6 +20,8 @@ from buoy._core.state import Seen
 from buoy.integrations.common import make_scaler
 from buoy.integrations.common import metrics as metrics_of
 from buoy.torch import Extension, GradScaler
+from buoy.torch.hooks import Scaler
+from buoy.torch.pending import Pending
 
 __all__ = ["LossScaler", "metrics", "use"]
 
@@ -98,10 +100,11 @@ class LossScaler:
 class _Overflow(Extension):
     """Reports a skipped step to an engine without ZeRO."""
 
-    def stepped(self, scaler: Any, work: Any) -> None:
+    def stepped(self, scaler: Scaler, pending: Pending) -> None:
         """Set the attribute by which the engine gates its LR scheduler."""
         del scaler
-        work.optimizer.overflow = not work.outcome.applied
+        if pending.outcome is not None:
+            pending.optimizer.overflow = not pending.outcome.applied
 
 
 def use(

@@ -7,20 +7,24 @@ other's state.
 
 import math
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from buoy._core.codec import decode
+from buoy._core.bounds import bounds_of
+from buoy._core.codec import decode, encode
 from buoy._core.errors import BuoyError, BuoyWarning
+from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import single
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.torch_rule import TorchRule, TorchRuleState
 from buoy._core.state import numbers
 from buoy._core.warn import warn
 from buoy.torch.errors import StateError
 from buoy.torch.hooks import Hooks
-from buoy.torch.policy_runner import FLOAT32_MAX, SMALLEST
-from buoy.torch.scale import Scale
+from buoy.torch.options import Options
+from buoy.torch.scale import SMALLEST, Plan, Scale, started_near
 
-__all__ = ["VERSION", "Saved", "checked", "load", "own_state"]
+__all__ = ["VERSION", "Saved", "checked", "clean_steps", "own_state", "restored"]
 
 VERSION = 1
 _TOP = ("groups", "spikes")  # features whose state is next to the policy's
@@ -44,22 +48,31 @@ class Saved(NamedTuple):
     growth_interval: int
     clean_steps: int  # finite steps since the scale last moved
     parts: dict[str, Any]  # the states of features
-    policy: Any  # its name
+    policy: str  # the name of its class
     state: Any  # of the policy; None: only the scale is loaded
-    turn: int
+    turn: int  # updates so far
 
 
-def own_state(scale: Scale, hooks: Hooks) -> dict[str, Any]:
+def clean_steps(state: Any) -> int:
+    """Return a policy's count of finite steps, which torch's growth tracker shows."""
+    return int(numbers(state).get("clean_steps", 0))
+
+
+def own_state(scale: Plan | Scale, hooks: Hooks) -> dict[str, Any]:
     """Return the entry `buoy`, with the state beyond torch's five entries."""
     features = hooks.state_dict()
-    kept = scale.state_dict()
+    kept: dict[str, Any] = {}
+    if not isinstance(scale.policy, TorchRule):
+        kept["policy"] = encode(scale.policy)
+        kept["state"] = encode(scale.plain_state())
+        kept["turn"] = scale.turns()
     kept |= {key: features.pop(key) for key in _TOP if key in features}
     if features:
         kept["parts"] = features
     return {"buoy": {"version": VERSION, **kept}} if kept else {}
 
 
-def checked(state: Any, loss_scale: Scale) -> Saved:
+def checked(state: Any, policy: Policy, options: Options) -> Saved:
     """Check a state before anything is loaded; raise an error that names the entry."""
     if not isinstance(state, dict):
         raise StateError(f"A state must be a dict, got {type(state).__name__}.")
@@ -75,15 +88,26 @@ def checked(state: Any, loss_scale: Scale) -> Saved:
             f"This state was saved by another release of Buoy: {own!r:.80}. Load it "
             "with that release, or delete its 'buoy' entry to keep only the scale."
         )
-    scale, *others = [_number(state, name) for name in _TORCHS]
+    numbers_of_torch = {name: _number(state, name) for name in _TORCHS}
     parts = own.get("parts", {})
     if not isinstance(parts, dict):
         raise _damaged("parts", parts)
     parts = {**parts, **{key: own[key] for key in _TOP if key in own}}
-    policy: Any = ("torch's rule", None, 0)
+    name = TorchRule.__name__
+    kept, turn = None, 0
     if {"policy", "state", "turn"} & own.keys():
-        policy = _of_policy(own, loss_scale)
-    return Saved._make([_usable(scale, loss_scale), *others, parts, *policy])
+        name, kept, turn = _of_policy(own, policy)
+    return Saved(
+        _usable(numbers_of_torch["scale"], policy, options),
+        numbers_of_torch["growth_factor"],
+        numbers_of_torch["backoff_factor"],
+        int(numbers_of_torch["growth_interval"]),
+        int(numbers_of_torch["_growth_tracker"]),
+        parts,
+        name,
+        kept,
+        turn,
+    )
 
 
 def _number(state: dict[str, Any], name: str) -> float:
@@ -99,21 +123,22 @@ def _number(state: dict[str, Any], name: str) -> float:
     raise _damaged(name, value)
 
 
-def _of_policy(own: dict[str, Any], scale: Scale) -> tuple[Any, Any, int]:
+def _of_policy(own: dict[str, Any], policy: Policy) -> tuple[str, Any, int]:
     """Return the policy's name, its state if this scaler can use it, and its turn."""
     for name in ("policy", "state"):
         if not isinstance(own.get(name), dict):
             raise _damaged(name, own.get(name, "missing"))
-    kind, turn = own["policy"].get("kind"), own.get("turn", 0)
-    runner = scale.runner
+    kind = str(own["policy"].get("kind"))
+    turn = own.get("turn", 0)
     with suppress(BuoyError):  # a class that is not registered
         kind = type(decode(own["policy"])).__name__
     if type(turn) is not int or not 0 <= turn < _MOST:
         raise _damaged("turn", turn)
     state = decode(own["state"])
-    if runner is None or kind != type(runner.policy).__name__:
+    if kind != type(policy).__name__:
         return kind, None, 0
-    usual, found = numbers(runner.policy.init()), numbers(state)
+    usual = numbers(policy.init())
+    found = numbers(state)
     if usual.keys() != found.keys():
         return kind, None, 0  # the same policy with other options
     lowest = {"scale": SMALLEST, "clean_steps": 0}
@@ -134,10 +159,10 @@ def _damaged(name: str, value: Any) -> StateError:
     )
 
 
-def _usable(scale: float, loss_scale: Scale) -> float:
+def _usable(scale: float, policy: Policy, options: Options) -> float:
     """Replace a saved scale that cannot be used, with a warning."""
-    low, high = loss_scale.low, loss_scale.high
-    if not loss_scale.bounds_given:
+    low, high, _ = bounds_of(policy)
+    if not options.has_bounds:
         low = min(low, scale) if scale >= SMALLEST else low
         high = FLOAT32_MAX
     start = scale if 0.0 <= scale < math.inf else _DEFAULT_SCALE
@@ -151,28 +176,31 @@ def _usable(scale: float, loss_scale: Scale) -> float:
     return start
 
 
-def load(saved: Saved, scale: Scale, hooks: Hooks) -> None:
-    """Restore a state; without the entry `buoy`, only the scale."""
-    hooks.load_state_dict(saved.parts)  # first: it may raise
-    hints: Any = hooks.find("hints")
-    scale.clipped, scale.clipped_anywhere = hints.clipped, None
-    scale.growth_factor, scale.backoff_factor, scale.growth_interval = saved[1:4]
-    runner, state = scale.runner, saved.state
-    name = "torch's rule" if runner is None else type(runner.policy).__name__
-    if state is None and (runner is not None or saved.policy != name):
-        also = " with other options" if saved.policy == name else ""
-        warn(
-            f"The loaded state is from policy {saved.policy!r}{also}, this scaler uses "
-            f"{name!r}: only the scale was loaded.",
-            BuoyWarning,
-        )
-    if runner is None:
-        scale.load(saved.scale, saved.clean_steps)
-        return
-    if state is not None:
-        scale.count_from(saved.turn)
-    else:
-        state = runner.started(single(saved.scale))
-        if hasattr(state, "clean_steps"):
-            state = replace(state, clean_steps=saved.clean_steps)
-    scale.restore(state)
+def restored(saved: Saved, scale: Plan | Scale) -> tuple[Any, int]:
+    """Return the policy's state to continue from, and the updates so far."""
+    policy = scale.policy
+    if isinstance(policy, TorchRule):
+        if saved.policy != TorchRule.__name__:
+            _warn_of_scale_alone(saved, policy)
+        return TorchRuleState(saved.scale, saved.clean_steps), scale.turn
+    if saved.state is not None:
+        return saved.state, saved.turn
+    _warn_of_scale_alone(saved, policy)
+    state = started_near(policy, single(saved.scale))
+    if "clean_steps" in {field.name for field in fields(state)}:
+        state = replace(state, clean_steps=saved.clean_steps)
+    return state, scale.turn
+
+
+def _warn_of_scale_alone(saved: Saved, policy: Policy) -> None:
+    name = type(policy).__name__
+    also = " with other options" if saved.policy == name else ""
+    warn(
+        f"The loaded state is from policy {_shown(saved.policy)}{also}, this scaler "
+        f"uses {_shown(name)}: only the scale was loaded.",
+        BuoyWarning,
+    )
+
+
+def _shown(policy: str) -> str:
+    return repr("torch's rule" if policy == TorchRule.__name__ else policy)

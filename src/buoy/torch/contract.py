@@ -1,137 +1,182 @@
 """The methods of `torch.amp.GradScaler`, public and private, implemented by Buoy.
 
 Arguments and results are those of torch, for libraries that call or override these
-methods.  Torch's five numbers are attributes of `Scale`, and properties here.
+methods.  `buoy.torch.step` tells what happens to the gradients.
 """
 
+import inspect
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
-from buoy._backends.torch.gradients import check_and_multiply_, gather
+from buoy._backends.torch.gradients import Flags, unscale_
 from buoy._backends.torch.losses import map_nested
 from buoy._backends.torch.names import Names
-from buoy._core.verdicts import Verdict
-from buoy._core.warn import warn
-from buoy.torch import checkpoint, errors, optimizers
-from buoy.torch.distributed import Agreement
-from buoy.torch.hooks import Hooks, compiled, feature, is_foreign
-from buoy.torch.iteration import Freshness, Iteration, Work, combined, evidence_of
-from buoy.torch.options import Options, check_factor, check_new_scale
-from buoy.torch.outcome import LastStep
-from buoy.torch.scale import Now, Scale
+from buoy._core.errors import OptionError
+from buoy._core.policies.policy import Policy
+from buoy._core.policies.static import NoScaling
+from buoy._core.policies.torch_rule import TorchRule
+from buoy.torch import checkpoint, errors, optimizers, step
+from buoy.torch.distributed import Sharing
+from buoy.torch.hooks import Extension, Fp16, Hooks, Scaler
+from buoy.torch.iteration import Iteration
+from buoy.torch.options import Options, TorchNumbers, check_factor, check_new_scale
+from buoy.torch.pending import Pending, evidence_of
+from buoy.torch.ranks import Ranks
+from buoy.torch.scale import Plan, Scale
 from buoy.torch.step_log import Ended, StepLog
-from buoy.torch.survey import Surveyor
+
+if TYPE_CHECKING:
+    from buoy.trace import Recorder
 
 __all__ = ["TorchContract", "TorchGradScaler"]
 
 
-def _view(name: str) -> Any:
-    """Make a property, under torch's name, for an attribute of `Scale`."""
-    return property(
-        lambda self: getattr(self._loss_scale, name),
-        lambda self, value: setattr(self._loss_scale, name, value),
-    )
+def _number(name: str) -> Any:
+    """Make a property for one of the three numbers of torch's rule."""
+
+    def get(self: "TorchContract") -> Any:
+        return getattr(self._numbers, name)
+
+    def put(self: "TorchContract", value: Any) -> None:
+        self._numbers = replace(self._numbers, **{name: value})
+        policy = self._loss_scale.policy
+        if isinstance(policy, TorchRule):
+            self._loss_scale.configure(replace(policy, **{name: value}))
+
+    return property(get, put)
 
 
 class TorchContract(TorchGradScaler):
     """The interface of `torch.amp.GradScaler`, with Buoy's implementation."""
 
     _options: Options
-    _loss_scale: Scale  # the scale, and the policy that changes it
     _names: Names
-    _agreement: Agreement  # the ranks that share one scale
+    _sharing: Sharing
+    _loss_scale: Plan | Scale  # the scale, and the policy that moves it
+    _numbers: TorchNumbers
     _iteration: Iteration
-    _surveyor: Surveyor
     _log: StepLog
     _hooks: Hooks
-    _per_optimizer_states: dict[int, Work]  # type: ignore[assignment]
+    _fp16: Fp16
+    _family: list[Scaler]  # a scaler and its scale groups, which it updates with itself
+    _per_optimizer_states: dict[int, Pending]  # type: ignore[assignment]
 
-    _scale = _view("tensor")
-    _growth_tracker = _view("tracker")
-    _growth_factor = _view("growth_factor")
-    _backoff_factor = _view("backoff_factor")
-    _growth_interval = _view("growth_interval")
+    # -- torch's five numbers ----------------------------------------------------------
 
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or every tensor of an iterable, by the scale."""
-        if not self._enabled:
-            return outputs
-        if not isinstance(outputs, torch.Tensor):
-            return map_nested(self.scale, outputs)
-        if torch.compiler.is_dynamo_compiling():
-            return compiled().scale(self, outputs)
-        self._note_loss(outputs)
-        own: Any = self._loss_scale
-        scale = own.tensor if own.runner is None else own.now().tensor
-        if scale.device != outputs.device:
-            scale = scale.to(device=outputs.device, non_blocking=True)
-        scaled = outputs * scale
-        for hook in self._hooks.loss_scaled:
-            hook(outputs, scaled)
-        return scaled
+    _growth_factor = _number("growth_factor")
+    _backoff_factor = _number("backoff_factor")
+    _growth_interval = _number("growth_interval")
 
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss, and show the first one of an iteration to the policy."""
-        scale, iteration = self._loss_scale, self._iteration
-        if iteration.deferred:
-            self._flush()
-        iteration.scalings, iteration.assumed = iteration.scalings + 1, False
-        iteration.scaled = True
-        if scale.tensor is None:
-            self._lazy_init_scale_growth_tracker(loss.device)
-        for work in self._per_optimizer_states.values():
-            if work.freshness is not None:
-                work.freshness.expect_backward()
-        if loss.dtype is torch.float16:
-            scale.fp16_loss = True
-        noted = backend.value_or_copy(loss) if loss.numel() == 1 else None
-        if iteration.loss_check is not None:
-            iteration.loss_check.add(loss, noted)
-        if noted is not None:
-            iteration.losses.append(noted)
-            if scale.wants and iteration.scalings == 1:  # then it must not change
-                self._surveyor.foresee(loss)
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        return self._loss_scale.tensor
+
+    @_scale.setter
+    def _scale(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:  # torch's constructor sets None
+            self._placed("_scale").replace_tensor(tensor)
+
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:
+        return self._loss_scale.tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            self._placed("_growth_tracker").tracker = tensor
+
+    # -- what belongs to it ------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that moves the scale."""
+        return self._loss_scale.policy if self._enabled else NoScaling()
+
+    @property
+    def trace(self) -> "Recorder | None":
+        """The recorder; None if the run is not recorded, or by another rank."""
+        return self._log.recorder
+
+    def attach(self, extension: Extension) -> None:
+        """Attach an extension, whose hooks are called in every iteration."""
+        self._hooks.add(extension)
+
+    def _extra(self) -> dict[str, Any]:
+        """Return the attributes that a subclass or a user has added."""
+        own = set(vars(TorchGradScaler("cpu")))
+        for kind in type(self).__mro__:
+            if kind.__module__.startswith("buoy."):
+                own |= inspect.get_annotations(kind).keys()
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    # -- the scale ---------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The ranks to agree with; they may be initialised after this scaler."""
+        return self._sharing.ranks()
+
+    def _placed(self, method: str) -> Scale:
+        """Return the scale as it is now; raise if no loss was scaled yet."""
+        scale = self._loss_scale
+        if isinstance(scale, Plan):
+            if not self._ranks.several:
+                raise errors.before_scale(method)
+            # A pipeline stage or a rank without a loss needs only the scale.
+            scale = self._place(torch.device(self._device))
+            self._iteration.assumed = True
+        scale.follow()
+        return scale
+
+    def _place(self, device: torch.device) -> Scale:
+        """Create the scale's tensors, or return the scale that has them."""
+        scale = self._loss_scale
+        if isinstance(scale, Plan):
+            self._ranks.introduce(
+                foresees="loss" in scale.policy.wants,
+                in_schedule=self._iteration.in_schedule,
+            )
+            scale = scale.place(
+                device,
+                self._init_scale,
+                self._init_growth_tracker,
+                reads=self._options.sync != "never",
+            )
+            self._loss_scale = scale
+            backend.self_test(device)
+        return scale
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if isinstance(self._loss_scale, Scale):
+            message = "_growth_tracker initialized before _scale"
+            raise AssertionError(message)  # noqa: TRY004 - as in torch
+        self._place(torch.device(dev))
 
     def _check_scale_growth_tracker(
         self, funcname: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = self._loss_scale
-        if scale.tensor is None and self._agreement.active:
-            # A pipeline stage or a rank without a loss needs only the scale.
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
-            self._iteration.assumed = True
-        if scale.tensor is None:
-            raise errors.before_scale(funcname)
-        if scale.tracker is None:
-            raise errors.before_scale(funcname, "_growth_tracker")
+        scale = self._placed(funcname)
         return scale.tensor, scale.tracker
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._loss_scale.tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
-        self._surveyor.introduce()
-        self._loss_scale.place(dev, self._init_scale, self._init_growth_tracker)
-        backend.self_test(torch.device(dev))
 
     def get_scale(self) -> float:
         """Return the scale; 1.0 if the scaler is disabled."""
         self._flush()
         return super().get_scale()
 
-    def _flush(self) -> None:
-        """Carry out a deferred update."""
-        if self._iteration.deferred:
-            self._end_iteration()
-
     def _get_growth_tracker(self) -> int:
-        if self._enabled and (count := self._loss_scale.clean_steps) is not None:
-            return count
-        return super()._get_growth_tracker()
+        if not self._enabled:
+            return 0
+        if isinstance(self._loss_scale, Plan):
+            return self._init_growth_tracker
+        return checkpoint.clean_steps(self._loss_scale.plain_state())
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set what the scale is multiplied by after `growth_interval` finite steps."""
@@ -146,55 +191,98 @@ class TorchContract(TorchGradScaler):
         self._configure("growth_interval", new_interval)
 
     def _configure(self, name: str, value: Any) -> None:
-        if self._enabled:
-            self._flush()
-            check_factor(name, value)
-            self._loss_scale.configure(name, value)
+        """Set one of torch's numbers, here and in the policy."""
+        if not self._enabled:
+            return
+        self._flush()
+        check_factor(name, value)
+        policy: Any = self._loss_scale.policy
+        if name not in {field.name for field in fields(policy)}:
+            raise OptionError(
+                f"The policy {type(policy).__name__} has no `{name}`, so setting it "
+                "would change nothing. Use `policy=None` for torch's rule, or "
+                "'backoff', which has all three."
+            )
+        self._loss_scale.configure(replace(policy, **{name: value}))
+        setattr(self, f"_{name}", value)
 
-    def _work(self, optimizer: Any, method: str) -> Work:
-        """Return an optimizer's work; raise if `method` may not be called on it now.
+    # -- scaling a loss ----------------------------------------------------------------
 
-        Every path to an update calls this: are these the gradients that were inspected?
-        """
-        if self._loss_scale.tensor is None:
-            self._check_scale_growth_tracker(method)
-        if self._iteration.compiled_looks:
-            raise compiled().clipped_only()
-        work = self._per_optimizer_states[id(optimizer)]
-        work.optimizer = optimizer
-        if work["stage"] is OptState.STEPPED and self._iteration.deferred:
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or every tensor of an iterable, by the scale."""
+        if not self._enabled:
+            return outputs
+        if not isinstance(outputs, torch.Tensor):
+            return map_nested(self.scale, outputs)
+        if torch.compiler.is_dynamo_compiling():
+            from buoy.torch.features import compiled  # noqa: PLC0415 - a feature
+
+            return compiled.scale(self, outputs)
+        tensor = self._note_loss(outputs).tensor
+        if tensor.device != outputs.device:
+            tensor = tensor.to(device=outputs.device, non_blocking=True)
+        scaled = outputs * tensor
+        for hook in self._hooks.loss_scaled:
+            hook(outputs, scaled)
+        return scaled
+
+    def _note_loss(self, loss: torch.Tensor) -> Scale:
+        """Keep a loss, and show the first of an iteration to the policy."""
+        self._flush()
+        self._place(loss.device).follow()
+        self._expect_backward()
+        has_value = self._iteration.add_loss(loss)
+        if has_value and self._iteration.scalings == 1:  # then it must not change
+            self._foresee(loss)
+        return self._place(loss.device)
+
+    def _foresee(self, loss: torch.Tensor | None) -> None:
+        """Show an iteration's first loss, the largest of all ranks, to the policy."""
+        scale = self._loss_scale
+        if "loss" not in scale.policy.wants or isinstance(scale, Plan):
+            return
+        if self._iteration.in_schedule and self._ranks.several:
+            return  # other stages would not join
+        if not scale.has_foreseen:
+            scale.has_foreseen = True
+            loss = self._ranks.largest_loss(loss, scale.device)
+            if loss is not None:
+                self._loss_scale = scale.foresee(loss)
+
+    def _expect_backward(self) -> None:
+        """Another loss is scaled: gradients that were inspected may change."""
+        for pending in self._per_optimizer_states.values():
+            if pending.freshness is not None:
+                pending.freshness.expect_backward()
+
+    # -- unscaling and checking --------------------------------------------------------
+
+    def _pending(self, optimizer: Any, method: str) -> Pending:
+        """Return an optimizer's gradients; raise if `method` may not be called now."""
+        if self._iteration.compiled_surveys:
+            raise errors.untraced(errors.CLIPPED_IN_GRAPH)
+        pending = self._per_optimizer_states[id(optimizer)]
+        pending.optimizer = optimizer
+        if pending.stage is OptState.STEPPED and self._iteration.deferred:
             self._flush()
-            return self._work(optimizer, method)
-        work.check(method, self._per_optimizer_states.values())
-        return work
+            return self._pending(optimizer, method)
+        step.check_call(self, pending, method)
+        return pending
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, once, and check them."""
         if not self._enabled:
             return
-        if self._options.managed and feature("managed").is_unscaled(self, optimizer):
-            return
-        work = self._work(optimizer, "unscale_")
-        if work["stage"] is OptState.UNSCALED:
-            raise errors.unscale_twice()
-        self._unscale(work, self._loss_scale.now())
-        self._surveyor.note_unscaled(work)
-        work.freshness = work.freshness or Freshness(optimizer, gather(optimizer))
-        if self._iteration.scalings > 1:  # the backward pass of one may come later
-            work.freshness.expect_backward()
+        if self._options.managed:
+            from buoy.torch.features import managed  # noqa: PLC0415 - a feature
 
-    def _unscale(self, work: Work, now: Now, *, in_step: bool = False) -> None:
-        """Apply the pending multiplier, or check and unscale in one pass."""
-        if in_step and is_foreign(self.unscale_):  # a subclass unscales in its own way
-            self.unscale_(work.optimizer)
-            return
-        if work.multiplier is not None:
-            self._surveyor.write(work)
-            return
-        found = torch.zeros_like(now.inverse)
-        flags = self._unscale_grads_(work.optimizer, now.inverse, found, False)
-        self._surveyor.agree(work, flags)
-        work["stage"] = OptState.UNSCALED
+            if managed.is_unscaled(self, optimizer):
+                return
+        scale = self._placed("unscale_")
+        pending = self._pending(optimizer, "unscale_")
+        if pending.stage is OptState.UNSCALED:
+            raise errors.unscale_twice()
+        step.unscale(self, scale, pending)
 
     def _unscale_grads_(
         self,
@@ -202,35 +290,60 @@ class TorchContract(TorchGradScaler):
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
+    ) -> Flags:
         """Check and multiply the gradients; return a flag per device."""
-        work = self._per_optimizer_states.get(id(optimizer)) or Work()
-        work.optimizer, scale = optimizer, self._loss_scale
+        pending = self._per_optimizer_states.get(id(optimizer)) or Pending()
+        pending.optimizer = optimizer
+        scale = self._loss_scale
         with torch.no_grad():
-            gathered = self._surveyor.gather(work, allow_fp16=allow_fp16)
-            measures = (
-                scale.measures or self._hooks.looked or self._surveyor.zeros_due()
+            gathered = step.gather_gradients(self, pending, allow_fp16=allow_fp16)
+            if isinstance(scale, Scale):
+                step.inspect_if_due(self, scale, pending, inv_scale.reshape(()))
+            return unscale_(
+                gathered,
+                inv_scale,
+                found_inf,
+                may_overflow=step.may_overflow(scale, inv_scale),
             )
-            if measures and scale.tensor is not None:
-                self._surveyor.inspect(work, inv_scale.reshape(()), None)
-            safe = scale.is_safe(inv_scale)
-            return check_and_multiply_(gathered, inv_scale, found_inf, safe=safe)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        work = self._per_optimizer_states[id(optimizer)]
-        work.optimizer = optimizer
-        if is_foreign(self._unscale_grads_):  # a subclass checks in its own way
-            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-            flags = self._unscale_grads_(optimizer, one, zero, True)
+        scale = self._placed("_check_inf_per_device")
+        pending = self._per_optimizer_states[id(optimizer)]
+        pending.optimizer = optimizer
+        if self._is_overridden("_unscale_grads_"):
+            one = torch.ones_like(scale.tensor)
+            zero = torch.zeros_like(scale.tensor)
+            pending.flags = self._unscale_grads_(optimizer, one, zero, True)
+            pending.agreed = False
         else:
-            flags = self._surveyor.check(work)
-        self._surveyor.agree(work, flags)
+            with torch.no_grad():
+                step.gather_gradients(self, pending, allow_fp16=True)
+                step.inspect_gradients(self, scale, pending)
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._surveyor.settle(self._per_optimizer_states[id(optimizer)])
+        step.agree(self, self._per_optimizer_states[id(optimizer)])
         return super()._found_inf_per_device(optimizer)
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        """Warn, once for each topic."""
+
+    def _why_no_gradients(self, optimizer: Any) -> str:  # noqa: ARG002
+        """Return why no parameter has a gradient; empty if unknown."""
+        return ""
+
+    def _is_clipping_while_scaled(self) -> bool:
+        """Return whether gradients are clipped while they are scaled."""
+        return False
+
+    def _is_overridden(self, method: str) -> bool:
+        """Return whether a subclass outside of Buoy, or this object, replaces it."""
+        if method in vars(self):
+            return True
+        owner = next(kind for kind in type(self).__mro__ if method in vars(kind))
+        return not owner.__module__.startswith("buoy.")
+
+    # -- stepping ----------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients if needed, and step if all of them are finite.
@@ -238,36 +351,32 @@ class TorchContract(TorchGradScaler):
         A closure returns the loss, or scales it and calls `backward` itself; each
         evaluation is checked and unscaled (docs/guides/closures.md).
         """
-        if (args or kwargs) and feature("closures").given(args, kwargs):
-            return feature("closures").step(self, optimizer, args, kwargs)
+        if args or kwargs:
+            from buoy.torch.features import closures  # noqa: PLC0415 - a feature
+
+            if closures.given(args, kwargs):
+                return closures.step(self, optimizer, args, kwargs)
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
             self._log.add_unscaled(optimizer)
             return result
         if torch.compiler.is_dynamo_compiling():
-            return compiled().step(self, optimizer)
-        work = self._work(optimizer, "step")
-        now = self._loss_scale.now()
+            from buoy.torch.features import compiled  # noqa: PLC0415 - a feature
+
+            return compiled.step(self, optimizer)
+        scale = self._placed("step")
+        pending = self._pending(optimizer, "step")
+        step.recheck(self, pending)
         for hook in self._hooks.before_step:
-            hook(work)
+            hook(pending)
         if not self._iteration.scalings:
             self._refuse_stale()
-        if optimizers.takes_scaling(optimizer):
-            result = self._step_with_found_inf(work, now, args, kwargs)
-        else:
-            if work["stage"] is OptState.READY:
-                self._unscale(work, now, in_step=True)
-            self._surveyor.settle(work)
-            if not work["found_inf_per_device"]:
-                raise self._no_gradients(work)
-            result = self._maybe_opt_step(optimizer, work, *args, **kwargs)
-        self._conclude_step(work, now)
-        return result
+        return step.take(self, scale, pending, args, kwargs)
 
     def _refuse_stale(self) -> None:
         """Raise for gradients of an earlier scale, if no loss was scaled elsewhere."""
-        elsewhere = self._agreement.active or self._iteration.compiled_losses
-        if self._iteration.scaled and not elsewhere:
+        elsewhere = self._ranks.several or self._iteration.compiled_losses
+        if self._iteration.ever_scaled and not elsewhere:
             raise errors.scaled_before_update()
 
     def _maybe_opt_step(
@@ -278,108 +387,116 @@ class TorchContract(TorchGradScaler):
         **kwargs: Any,
     ) -> Any:
         """Step or skip an optimizer that does not take `found_inf`."""
-        work: Any = optimizer_state
-        home: Any = self._loss_scale.tensor
-        found = work.found = combined(work["found_inf_per_device"], home.device)
-        if found is None:
+        pending: Any = optimizer_state
+        if not pending.flags:
             return None
+        found = pending.flag(next(iter(pending.flags)))
         if self._options.sync == "never":
-            with self._surveyor.fp16.stepping(optimizer):
-                return optimizers.step_or_restore(optimizer, found, args, kwargs)
-        work.finite = optimizers.read_finite(work, found)
-        return optimizer.step(*args, **kwargs) if work.finite else None
+            with self._fp16.stepping(optimizer):
+                return optimizers.undo(optimizer, found, args, kwargs)
+        return optimizers.ask(pending, found, args, kwargs)
 
-    def _step_with_found_inf(
-        self, work: Work, now: Now, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step an optimizer that takes `grad_scale` and `found_inf`."""
-        optimizer, survey = work.optimizer, self._surveyor
-        if optimizers.takes_scaler(optimizer):
-            warn(errors.PASSES_ITSELF, FutureWarning)
-            work.handed = work["stage"] is not OptState.UNSCALED
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
-        whom, sure = optimizers.recipients(optimizer)
-        if work["stage"] is OptState.READY:
-            if not sure:
-                self._unscale(work, now, in_step=True)
-            elif work.multiplier is None and work.survey is None:
-                self._check_inf_per_device(optimizer)
-        survey.settle(work)
-        scale: Any = self._get_scale_async()
-        found = work.found = combined(work["found_inf_per_device"], scale.device)
-        given, ask = (scale, found, args, kwargs), self._options.managed
-        return optimizers.step_with_found_inf(work, whom, *given, ask=ask)
-
-    def _no_gradients(self, work: Work) -> Exception:
-        """Log a step that cannot be taken; return the error that names the cause."""
-        stage = work["stage"]
-        self._conclude_step(work, self._loss_scale.now()).judged(Verdict.NO_GRADS)
-        work["stage"], work.outcome = stage, None
-        hints: Any = self._hooks.by_key["hints"]
-        return errors.no_gradients(hints.why_no_gradients(work.optimizer))
-
-    def _conclude_step(self, work: Work, now: Now) -> LastStep:
-        """Log the outcome of a step and call the hooks."""
-        work["stage"], work.freshness = OptState.STEPPED, None
-        found = work.found
-        if found is None:
-            found = combined(work["found_inf_per_device"], now.device)
-        outcome = self._log.add(work, found, now.copy, self._iteration.losses)
-        if work.finite is False:
-            for hook in self._hooks.skipped:
-                hook(work)
-        for hook in self._hooks.stepped:
-            hook(work)
-        return outcome
+    # -- updating ----------------------------------------------------------------------
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale; call it once per iteration, after all steps."""
         if not self._enabled:
             self._log.norms.clear()
             self._log.open_gates(None)
-            return
-        if torch.compiler.is_dynamo_compiling():
-            compiled().update(self)
-            return
-        if self._options.managed:
-            if new_scale is None:
-                feature("managed").defer(self)
-                return
+        elif torch.compiler.is_dynamo_compiling():
+            from buoy.torch.features import compiled  # noqa: PLC0415 - a feature
+
+            compiled.update(self)
+        elif self._options.managed and new_scale is None:
+            from buoy.torch.features import managed  # noqa: PLC0415 - a feature
+
+            managed.defer(self)
+        else:
             self._flush()
-        self._end_iteration(new_scale)
+            self._end_iteration(new_scale)
+
+    def _flush(self) -> None:
+        """Carry out a deferred update."""
+        if self._iteration.deferred:
+            self._end_iteration()
 
     def _end_iteration(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale, and those of all scale groups."""
+        """Update the scale, and those of all scale groups; then open the gates."""
         for hook in self._hooks.before_update:
             hook()
-        groups: Any = self._hooks.by_key.get("groups")
-        if groups is not None:
-            groups.update(self, new_scale)
-        else:
-            self._update(new_scale)
-
-    def _update(self, new_scale: Any = None, *, idle: bool = False) -> None:
-        """Update this scale only; `idle`: also if no optimizer has findings."""
-        scale, iteration = self._loss_scale, self._iteration
-        if scale.tensor is None:
-            self._check_scale_growth_tracker("update")
-        works = list(self._per_optimizer_states.values())
-        now, evidence = scale.now(), None
+        busy = [one for one in self._family if one._per_optimizer_states]
+        pendings = [x for one in busy for x in one._per_optimizer_states.values()]
+        for one in busy:
+            for pending in one._per_optimizer_states.values():
+                step.agree(one, pending)
         if new_scale is None:
-            evidence = evidence_of(works, now.device)
-            if evidence is None and not idle:
+            if not any(pending.flags for pending in pendings):
+                self._placed("update")
                 raise errors.nothing_recorded()
         else:
-            check_new_scale(new_scale, self._device, scale)
-            scale.set(new_scale)
+            check_new_scale(new_scale, self._device, self._options)  # before all others
+            busy = [self, *(one for one in busy if one is not self)]
+        outcomes = [one.outcome for one in pendings if one.outcome is not None]
+        ends = [
+            partial(one._update, new_scale if one is self else None) for one in busy
+        ]
+        _call_all([*ends, partial(self._log.open_gates, outcomes)])
+
+    def _update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move this scale, or set it, and end the iteration."""
+        scale = self._placed("update")
+        pendings = list(self._per_optimizer_states.values())
+        before = scale.note()
+        turn = scale.turn
+        evidence = None
+        if new_scale is None:
+            evidence = evidence_of(pendings, scale.device)
+        else:
+            scale = self._with(scale, new_scale)
         try:
-            both, turn = (now.copy, scale.move(evidence, now).copy), scale.turn - 1
-            ended = Ended(works, evidence, iteration, turn, both, now.device)
-            self._log.end(ended, self._hooks)
+            scale = scale.move(evidence)
+            self._loss_scale = scale
+            ended = Ended(
+                pendings=pendings,
+                evidence=evidence,
+                losses=self._iteration.losses,
+                step=turn,
+                scale=before,
+                next_scale=scale.note(),
+                home=scale.device,
+            )
+            try:
+                self._log.end(ended)
+            finally:
+                for hook in self._hooks.updated:
+                    hook(pendings)
         finally:
-            iteration.scalings, iteration.deferred = 0, False
-            iteration.forget_losses()
-            self._per_optimizer_states = defaultdict(Work)
+            self._iteration.end()
+            self._per_optimizer_states = defaultdict(Pending)
+
+    def _with(self, scale: Scale, value: float | torch.Tensor) -> Scale:
+        """Return the scale, set to this value."""
+        if isinstance(scale.policy, NoScaling):
+            raise OptionError(
+                "The policy NoScaling has no scale of its own to set, so "
+                "`update(new_scale)` would change nothing. Choose another policy, or "
+                "leave `new_scale` out."
+            )
+        if not isinstance(value, torch.Tensor):
+            scale.configure(self._widened(scale.policy, value))
+        return scale.set(value)
+
+    def _widened(self, policy: Policy, value: float) -> Policy:
+        """Widen the default bounds of torch's rule to include a scale set by hand."""
+        if not isinstance(policy, TorchRule) or self._options.has_bounds:
+            return policy
+        return replace(
+            policy,
+            min_scale=min(policy.min_scale, value),
+            max_scale=max(policy.max_scale, value),
+        )
+
+    # -- saving ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, plus `buoy` if a policy or feature has state."""
@@ -393,9 +510,28 @@ class TorchContract(TorchGradScaler):
         if not self._enabled:
             return
         self._flush()
-        state = checkpoint.checked(state_dict, self._loss_scale)
-        checkpoint.load(state, self._loss_scale, self._hooks)
-        self._init_scale, self._init_growth_tracker = state.scale, state.clean_steps
+        scale = self._loss_scale
+        saved = checkpoint.checked(state_dict, scale.policy, self._options)
+        self._hooks.load_state_dict(saved.parts)  # first: it may raise
+        scale.configure(self._widened(scale.policy, saved.scale))
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            setattr(self, f"_{name}", getattr(saved, name))
+        state, turn = checkpoint.restored(saved, scale)
+        scale.restore(state, turn)
+        scale.held = float(self._is_clipping_while_scaled())
+        self._init_scale = saved.scale
+        self._init_growth_tracker = saved.clean_steps
         # Gradients that were scaled or inspected before this are of another run.
-        self._iteration.scalings, self._per_optimizer_states = 0, defaultdict(Work)
+        self._iteration.scalings = 0
         self._iteration.forget_losses()
+        self._per_optimizer_states = defaultdict(Pending)
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Call every function, also if one of them raises."""
+    if functions:
+        first, *rest = functions
+        try:
+            first()
+        finally:
+            _call_all(rest)

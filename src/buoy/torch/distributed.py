@@ -7,13 +7,12 @@ two maxima show whether it is.  Clipping adds a SUM over all ranks if they share
 parameters (DTensor, FSDP), and sums over smaller process groups with one more MAX if
 only some ranks hold a parameter.
 
-The host reads only its own memory.  On other devices, ranks that differ skip the step
-(`found` is 1), and `Agreed.differs` reports it once it is read.
+The host reads only its own memory.  On other devices, ranks that differ skip the step,
+and `Pending.differs` reports it once it is read.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,118 +22,283 @@ from torch import distributed as dist
 from buoy._backends import torch as backend
 from buoy._backends.torch import collectives
 from buoy._backends.torch import rank_norms as norms
-from buoy._backends.torch.collectives import NormGroup, ProcessGroups, Ranks, code_of
+from buoy._backends.torch.collectives import (
+    Communicator,
+    NormGroup,
+    ProcessGroups,
+    code_of,
+)
+from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.rank_norms import LocalNorm, RankGradients
 from buoy._core.errors import RankMismatchError
 from buoy._core.step import MEASUREMENTS
+from buoy.torch import errors
+from buoy.torch.iteration import Iteration
 from buoy.torch.loss_check import LOSS
+from buoy.torch.pending import Pending, combined
+from buoy.torch.ranks import Alone, Ranks
+from buoy.torch.scale import CLIPPED, Measured, Number, Scale
 
-__all__ = ["Agreed", "Agreement", "Findings", "late_error"]
+__all__ = ["Sharing", "different_states", "late_error"]
 
 _TURNS = 2**24  # float32 counts no further
-_MAX, _SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
+_MAX = dist.ReduceOp.MAX
+_SUM = dist.ReduceOp.SUM
+
+# The vector that is sent: numbers of which the largest counts, numbers that must be
+# equal and their negatives, and when clipping those of the norm (`norms.message`).
+_LARGEST = ("found", "has_grads", "has_loss", CLIPPED, *MEASUREMENTS, LOSS)
+_EQUAL = ("scale", "tracker", "turn", "order", "rounds")
+_END = len(_LARGEST) + 2 * len(_EQUAL)
+_ABSENT = -1.0  # below every number of which the largest counts
 
 
-class Findings(NamedTuple):
-    """The findings of one rank.  Tensors are 0-d and on the scale's device."""
+class Sharing:
+    """Who shares one scale: the options `process_group` and `norm_group`.
 
-    found: torch.Tensor  # float32: 1 if a gradient is not finite
-    measured: dict[str, torch.Tensor]  # by `_MEASURED`, as far as they are due
-    scale: torch.Tensor  # must be equal on all ranks, as the next two
-    tracker: torch.Tensor
-    turn: int
-    has_grads: bool = True
-    has_loss: bool = True
-    clipped: bool = False  # gradients are clipped while they are scaled
-    norm: LocalNorm | None = None  # when clipping
+    By default all ranks of torch.distributed, once it is initialised: ranks that train
+    one model step together, however its parameters are distributed.
+    """
+
+    def __init__(
+        self, process_group: ProcessGroups = None, norm_group: NormGroup = None
+    ) -> None:
+        self.communicator = Communicator(process_group)
+        if norm_group is not None and not callable(norm_group):
+            norm_group = collectives.checked_group("norm_group", norm_group)
+            self._norm_groups: Communicator | None = Communicator([norm_group])
+            self._norm_group_of: Any = None
+        else:
+            self._norm_groups = None
+            self._norm_group_of = norm_group
+        self._together = Together(self)
+
+    def ranks(self) -> Ranks:
+        """Return the ranks to agree with now."""
+        return self._together if self.communicator.groups() else _ALONE
+
+    @property
+    def norm_group(self) -> Any:
+        """The process group to sum norms over, a callable that finds it, or None."""
+        if self._norm_groups is None:
+            return self._norm_group_of
+        groups = self._norm_groups.groups()
+        return groups[0] if groups else None  # no sum over a group of one rank
+
+    def __reduce__(self) -> Any:
+        # Process groups cannot be pickled: a loaded scaler shares its scale with all
+        # ranks, or with none if that was so before.
+        return Sharing, ((),) if self.communicator.is_empty else ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sharing":
+        return self
 
 
-class Agreed(NamedTuple):
+_ALONE = Alone()
+
+
+class Together:
+    """Several ranks; every method is a collective, which all ranks must call."""
+
+    several = True
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._communicator = sharing.communicator
+
+    def introduce(self, *, foresees: bool, in_schedule: bool) -> None:
+        """Compare, once per scaler, whether the policies of ranks look at the loss.
+
+        Such a policy waits for all ranks before the backward pass, where a rank with
+        another policy would never join.  In a pipeline, where a rank waits for its
+        stage, other ranks learn of this one, but it does not compare.
+        """
+        doing = "loss" if foresees and not in_schedule else "agree"
+        found = self._communicator.post("policy", doing, wait=not in_schedule)
+        if not in_schedule and len(set(found.values())) > 1:
+            raise collectives.different_calls(
+                {rank: code_of(one) for rank, one in found.items()}
+            )
+
+    def agree(self, pending: Pending, scale: Scale, iteration: Iteration) -> None:
+        """Replace an optimizer's findings by those of all ranks."""
+        self._exchange(pending, scale, iteration, None, "agree")
+
+    def agree_on_norm(
+        self,
+        pending: Pending,
+        scale: Scale,
+        iteration: Iteration,
+        *,
+        order: float,
+        doing: str,
+        model: torch.nn.Module | None,
+    ) -> torch.Tensor | None:
+        """The same; return the norm of all ranks' gradients, None if there are none."""
+        gathered: Any = pending.gathered
+        survey: Any = pending.survey
+        measured = RankGradients(
+            params=parameters_of(pending.optimizer),
+            owners=gathered.params,
+            grads=gathered.grads,
+            norms=survey.parts,
+            order=order,
+            total=survey.norm,
+        )
+        members = self._communicator.members()
+        norm = norms.local_norm(measured, members, self._sharing.norm_group, model)
+        return self._exchange(pending, scale, iteration, norm, doing)
+
+    def largest(self, number: torch.Tensor, doing: str) -> torch.Tensor:
+        """Return the largest of all ranks' numbers; this waits."""
+        most, gap = self._communicator.reduce(doing, _ordered(number), _MAX).wait()
+        if backend.known(gap):
+            raise _mismatch(self._communicator, [code_of(doing), *[0.0] * 8])
+        return most
+
+    def largest_loss(
+        self, loss: torch.Tensor | None, home: torch.device
+    ) -> torch.Tensor | None:
+        """Return the largest |loss| of all ranks; ranks without a loss join, too."""
+        own = backend.scalar(_ABSENT, home)
+        if loss is not None:
+            own = backend.scalar(loss.detach(), home).abs()
+        agreed = self.largest(own, "loss")
+        return None if backend.known(agreed) == _ABSENT else agreed.abs()
+
+    def _exchange(
+        self,
+        pending: Pending,
+        scale: Scale,
+        iteration: Iteration,
+        norm: LocalNorm | None,
+        doing: str,
+    ) -> torch.Tensor | None:
+        """Send this rank's findings; store those of all, and return their norm."""
+        exchange = _Exchange(self._communicator, pending, scale, iteration, norm, doing)
+        agreed = exchange.agreed()
+        pending.agreed = True
+        if not agreed.has_loss:
+            raise errors.before_scale("step")
+        pending.flags = {agreed.found.device: agreed.found} if agreed.has_grads else {}
+        pending.measured = agreed.measured
+        if agreed.differs is not None:
+            pending.differs = agreed.differs
+            pending.mismatch = exchange.mismatch
+        return agreed.norm if agreed.has_grads else None
+
+
+class _Agreed(NamedTuple):
     """The combined findings of all ranks."""
 
     found: torch.Tensor  # 1 also if ranks differ and the host has not read it
-    measured: dict[str, torch.Tensor]
+    measured: Measured
     has_grads: bool  # of any rank; True if the host cannot read it
     has_loss: bool
-    clipped: torch.Tensor  # float32 []: more than 0 if any rank has noticed it
-    norm: torch.Tensor | None = None  # float32: of all ranks' gradients
-    # If the host cannot read whether ranks differ: 1 if they do, and the function that
-    # makes the error, which all ranks must call together (see also `late_error`).
-    differs: torch.Tensor | None = None
-    mismatch: Callable[[], RankMismatchError] | None = None
-
-
-# The vector that is sent: numbers to combine, numbers that must be equal, the negatives
-# of the latter; when clipping also six numbers of the norm (see `norms.message`).
-_MEASURED = (*MEASUREMENTS, LOSS)
-_FOUND, _END = 0, 1 + len(_MEASURED)
-_EQUAL = slice(_END, _END + 5)  # scale, tracker, turn, order and rounds of the norm
-_HAS, _CLIPPED = slice(_END + 5, _END + 7), _END + 7
-_NEGATIVE, _NORM = slice(_END + 8, _END + 13), slice(_END + 13, _END + 19)
+    norm: torch.Tensor | None  # float32: of all ranks' gradients
+    differs: torch.Tensor | None  # float32: 1 if ranks differ; None: they do not
 
 
 class _Exchange:
     """One rank's part in combining the findings of all."""
 
-    def __init__(self, ranks: Ranks, findings: Findings, doing: str) -> None:
-        self._ranks, self._findings, self._doing = ranks, findings, doing
-        norm, home = findings.norm, findings.scale.device
-        self._sums = torch.zeros(3, dtype=torch.float64, device=home)  # of replicas
+    def __init__(
+        self,
+        communicator: Communicator,
+        pending: Pending,
+        scale: Scale,
+        iteration: Iteration,
+        norm: LocalNorm | None,
+        doing: str,
+    ) -> None:
+        self._communicator = communicator
+        self._norm = norm
+        self._doing = doing
+        self._checks_loss = iteration.loss_check is not None
+        self._wanted = pending.wanted
+        self._home = scale.device
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._home)
         if norm is not None and not norm.rounds & norms.GROUPED:
-            self._sums = norm.plain
+            self._sums = norm.plain  # of replicas
+        flag = combined(pending.flags, self._home)
+        self._own: dict[str, Number] = {
+            "found": 0.0 if flag is None else flag.clamp(max=1.0),
+            "has_grads": float(flag is not None),
+            "has_loss": float(not iteration.assumed),
+            CLIPPED: pending.measured.get(CLIPPED, 0.0),
+            LOSS: pending.measured.get(LOSS, _ABSENT),
+        }
+        self._own |= {name: pending.measured.get(name, 0.0) for name in pending.wanted}
+        finite_order = norm is not None and norm.order != math.inf
+        self._equal: dict[str, Number] = {
+            "scale": scale.tensor,
+            "tracker": scale.tracker,
+            "turn": float(scale.turn % _TURNS),
+            "order": norm.order if norm is not None and finite_order else 0.0,
+            "rounds": 0.0 if norm is None else float(norm.rounds),
+        }
 
-    def _vector(self) -> torch.Tensor:
-        mine, equal = self._findings, self._equal()
-        zero = torch.zeros_like(mine.found)
-        seen = [mine.found.clamp(max=1.0)]
-        for name in _MEASURED:
-            number = mine.measured.get(name)
-            seen.append(zero if number is None else _ordered(number))
-        numbers = [number.float().reshape(()) for number in (*seen, *equal[:2])]
-        flags = mine.has_grads, mine.has_loss, mine.clipped
-        rest = [*equal[2:], *map(float, flags)]
-        tail = torch.tensor(rest, dtype=torch.float32, device="cpu")
-        tail = tail.to(mine.scale.device, non_blocking=True)
-        both = torch.cat([torch.stack(numbers), tail])
-        vector = torch.cat([both, both[_EQUAL].neg()])
-        if mine.norm is None:
-            return vector
-        return torch.cat([vector, norms.message(self._sums, mine.norm.order)])
-
-    def _equal(self) -> tuple[Any, Any, float, float, float]:
-        """Return the numbers that must be equal on all ranks."""
-        mine, norm = self._findings, self._findings.norm
-        order = 0.0 if norm is None or norm.order == math.inf else norm.order
-        rounds = 0.0 if norm is None else float(norm.rounds)
-        return mine.scale, mine.tracker, float(mine.turn % _TURNS), order, rounds
-
-    def agreed(self) -> Agreed:
+    def agreed(self) -> _Agreed:
         """Wait for the other ranks; with NCCL only the device waits."""
-        vector, gap = self._ranks.reduce(self._doing, self._vector(), _MAX).wait()
-        gap = gap + (vector[_EQUAL] + vector[_NEGATIVE]).sum()
-        norm, whole = self._findings.norm, None
-        if norm is None:
+        numbers, gap, agreed = self._reduced()
+        finite = numbers["found"] == 0
+        whole = None
+        if self._norm is None:
             differs = self._refused(gap != 0)
         else:
-            agreed, finite = vector[_NORM], vector[_FOUND] == 0
             differs = self._refused((gap != 0) | (norms.differ(agreed) & finite))
-            whole, late = self._whole(norm, agreed, finite)
+            whole, late = self._whole(self._norm, agreed, finite)
             differs = torch.maximum(differs, late)
-        seen = backend.in_host_memory(vector)
-        grads, loss = backend.values(vector[_HAS]) if seen else (1.0, 1.0)
-        return Agreed(
-            torch.maximum(vector[_FOUND], differs),
-            {
-                name: _measured(name, vector[place])
-                for place, name in enumerate(_MEASURED, 1)
-                if name in self._findings.measured
-            },
-            bool(grads),
-            bool(loss),
-            vector[_CLIPPED],
-            whole,
-            *(() if seen else (differs, self.mismatch)),
+        equal = backend.known(differs) is not None  # else it would have been raised
+        # A rank cannot act on what only the device knows: as if there were some.
+        return _Agreed(
+            found=torch.maximum(numbers["found"], differs),
+            measured=self._measured(numbers),
+            has_grads=backend.known(numbers["has_grads"]) != 0.0,
+            has_loss=backend.known(numbers["has_loss"]) != 0.0,
+            norm=whole,
+            differs=None if equal else differs,
         )
+
+    def _reduced(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Return the largest of all ranks' numbers, by name; 0 if ranks are equal.
+
+        The third are the numbers of the norm.
+        """
+        largest = self._vector([self._own.get(name, 0.0) for name in _LARGEST])
+        equal = self._vector([*self._equal.values()])
+        vector = torch.cat([largest, equal, -equal])
+        if self._norm is not None:
+            replicas = norms.message(self._sums, self._norm.order)
+            vector = torch.cat([vector, replicas])
+        sent = self._communicator.reduce(self._doing, vector, _MAX)
+        vector, gap = sent.wait()
+        both = vector[len(_LARGEST) : _END].view(2, len(_EQUAL))
+        numbers = dict(zip(_LARGEST, vector, strict=False))
+        return numbers, gap + both.sum(), vector[_END:]
+
+    def _vector(self, numbers: list[Number]) -> torch.Tensor:
+        """Return numbers of the host and of devices as one vector, in one copy each."""
+        known = [0.0 if isinstance(x, torch.Tensor) else x for x in numbers]
+        sent = torch.tensor(known, dtype=torch.float32, device="cpu")
+        vector = list(sent.to(self._home, non_blocking=True).unbind())
+        for place, number in enumerate(numbers):
+            if isinstance(number, torch.Tensor):
+                vector[place] = backend.scalar(number, self._home)
+        return _ordered(torch.stack(vector))
+
+    def _measured(self, numbers: dict[str, torch.Tensor]) -> Measured:
+        """Return the measurements of all ranks."""
+        found: Measured = {CLIPPED: numbers[CLIPPED]}
+        for name in self._wanted:
+            found[name] = numbers[name]
+            if not MEASUREMENTS[name].in_log2:
+                # A share that some rank could not measure was sent as inf.
+                share = numbers[name]
+                found[name] = torch.where(share < torch.inf, share, torch.nan)
+        if self._checks_loss and backend.known(numbers[LOSS]) != _ABSENT:
+            found[LOSS] = numbers[LOSS]
+        return found
 
     def _whole(
         self, norm: LocalNorm, agreed: torch.Tensor, finite: torch.Tensor
@@ -143,20 +307,21 @@ class _Exchange:
 
         All ranks call this with the same `rounds`; otherwise all have raised.
         """
-        shared, differs = norm.shared, torch.zeros_like(agreed[0])
+        shared = norm.shared
+        differs = torch.zeros_like(agreed[0])
         if norm.rounds & norms.SUMMED:
-            shared, _ = self._ranks.reduce("parts", norm.shared, _SUM).wait()
+            shared, _ = self._communicator.reduce("parts", norm.shared, _SUM).wait()
         if norm.rounds & norms.GROUPED:
             self._sums = _added_up(norm)
             replicas = norms.message(self._sums, norm.order)
-            agreed, gap = self._ranks.reduce("parts", replicas, _MAX).wait()
+            agreed, gap = self._communicator.reduce("parts", replicas, _MAX).wait()
             differs = self._refused((gap != 0) | (norms.differ(agreed) & finite))
         return norms.total(agreed, shared, norm.order), differs
 
     def _refused(self, differs: torch.Tensor) -> torch.Tensor:
         """Raise if ranks differ and the host can read it; else return 1 or 0."""
         number = differs.float()
-        if backend.in_host_memory(number) and backend.read_host_memory(number):
+        if backend.known(number):
             raise self.mismatch()
         return number
 
@@ -165,21 +330,30 @@ class _Exchange:
 
         Reads on the host.  A collective: all ranks must call it.
         """
-        scale, tracker, _, order, rounds = self._equal()
-        state = [scale.item(), float(self._findings.turn), tracker.item()]
-        how = [code_of(self._doing), order, rounds]
-        return _mismatch(self._ranks, [*how, *state, *self._sums.tolist()])
+        names = ("order", "rounds", "scale", "turn", "tracker")
+        state = [backend.read_one(self._equal[name]) for name in names]
+        own = [code_of(self._doing), *state, *self._sums.tolist()]
+        return _mismatch(self._communicator, own)
 
 
-def _mismatch(ranks: Ranks, own: list[float]) -> RankMismatchError:
-    """Gather the calls and states of all ranks; return the error."""
-    table = ranks.gather(torch.tensor(own, dtype=torch.float64, device="cpu")).tolist()
-    rows = dict(zip(ranks.members(), table, strict=True))
+def _ordered(number: torch.Tensor) -> torch.Tensor:
+    """Replace NaN, for which MAX is not defined, by inf."""
+    return torch.nan_to_num(number, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _mismatch(communicator: Communicator, own: list[float]) -> RankMismatchError:
+    """Gather the calls and states of all ranks; return the error.
+
+    `own`: the call, order and rounds of the norm, scale, turn and tracker, three sums.
+    """
+    sent = torch.tensor(own, dtype=torch.float64, device="cpu")
+    table = communicator.gather(sent).tolist()
+    rows = dict(zip(communicator.members(), table, strict=True))
     if len({row[0] for row in table}) > 1:
         return collectives.different_calls({rank: row[0] for rank, row in rows.items()})
     held = {rank: (row[3], int(row[4]), int(row[5])) for rank, row in rows.items()}
     if len(set(held.values())) > 1:
-        return _different_states(held)
+        return different_states(held)
     if len({(*row[1:3],) for row in table}) > 1:
         return RankMismatchError(_DIFFERENT_ROUNDS)
     code, order, _, scale = own[:4]
@@ -192,18 +366,6 @@ def _mismatch(ranks: Ranks, own: list[float]) -> RankMismatchError:
     return norms.different_norms(sizes)
 
 
-def _measured(name: str, number: torch.Tensor) -> torch.Tensor:
-    """Return a measurement; a share that some rank did not measure is NaN."""
-    if name.endswith("_log2"):
-        return number
-    return torch.where(number < torch.inf, number, torch.nan)
-
-
-def _ordered(number: torch.Tensor) -> torch.Tensor:
-    """Replace NaN, for which MAX is not defined, by inf."""
-    return torch.nan_to_num(number, nan=torch.inf, posinf=torch.inf)
-
-
 def _added_up(norm: LocalNorm) -> torch.Tensor:
     """Sum shards to parameters, then parts to the model.  float64 [3].
 
@@ -214,7 +376,7 @@ def _added_up(norm: LocalNorm) -> torch.Tensor:
     sums = [part.sums for part in norm.parts]
     for level in range(max((len(part.shards) for part in norm.parts), default=0)):
         sent = {
-            place: Ranks([part.shards[level]]).reduce("parts", sums[place], op)
+            place: Communicator([part.shards[level]]).reduce("parts", sums[place], op)
             for place, part in enumerate(norm.parts)
             if level < len(part.shards)
         }
@@ -226,84 +388,12 @@ def _added_up(norm: LocalNorm) -> torch.Tensor:
         totals[part.group] = norms.merged(before, some, norm.order)
     whole = totals.pop(None)
     groups = sorted(totals, key=attrgetter("group_name"))
-    for reduction in [Ranks([g]).reduce("parts", totals[g], op) for g in groups]:
+    started = [
+        Communicator([group]).reduce("parts", totals[group], op) for group in groups
+    ]
+    for reduction in started:
         whole = norms.merged(whole, reduction.wait()[0], norm.order)
     return whole
-
-
-class Agreement:
-    """The ranks that share one scale.
-
-    By default all ranks of torch.distributed, once it is initialised: ranks that train
-    one model step together, however its parameters are distributed.
-    """
-
-    def __init__(
-        self, process_group: ProcessGroups = None, norm_group: NormGroup = None
-    ) -> None:
-        self.ranks = Ranks(process_group)
-        self._norm_group: Any = norm_group
-        if norm_group is not None and not callable(norm_group):
-            group = collectives.checked_group("norm_group", norm_group)
-            self._norm_group = Ranks([group])
-
-    @property
-    def active(self) -> bool:
-        """Whether there are other ranks to agree with."""
-        return bool(self.ranks.groups())
-
-    def measure(
-        self, seen: RankGradients, model: torch.nn.Module | None = None
-    ) -> LocalNorm:
-        """Return this rank's norm, by how the parameters are distributed.
-
-        Raises OptionError if that is unknown without `model`.
-        """
-        group = self._norm_group
-        if isinstance(group, Ranks):  # no sum over a process group of one rank
-            group = (*group.groups(), None)[0]
-        return norms.local_norm(seen, self.ranks.members(), group, model)
-
-    def introduce(self, *, foresees: bool, wait: bool) -> None:
-        """Compare, once per scaler, whether the policies of ranks look at the loss.
-
-        Such a policy waits for all ranks before the backward pass, where a rank with
-        another policy would never join.  Raises RankMismatchError.  Without `wait`,
-        other ranks learn of this one, but it does not compare.
-        """
-        doing = "loss" if foresees else "agree"
-        found = self.ranks.post("policy", doing, wait=wait)
-        if wait and len(set(found.values())) > 1:
-            raise collectives.different_calls(
-                {rank: code_of(one) for rank, one in found.items()}
-            )
-
-    def agree(self, findings: Findings, *, doing: str | None = None) -> Agreed:
-        """Combine this rank's findings with those of all ranks.
-
-        `doing` is "agree" or, with a norm, "clip"; "norm" or "largest" for gradients
-        that are already unscaled.  Raises RankMismatchError if ranks differ and the
-        host can read it, and AbsentRankError if some ranks did not take part.
-        """
-        usual = "agree" if findings.norm is None else "clip"
-        return _Exchange(self.ranks, findings, doing or usual).agreed()
-
-    def largest(self, number: torch.Tensor, doing: str) -> torch.Tensor:
-        """Return the largest of all ranks' numbers; this waits."""
-        if not self.active:
-            return number
-        most, gap = self.ranks.reduce(doing, _ordered(number), _MAX).wait()
-        if backend.in_host_memory(gap) and backend.read_host_memory(gap):
-            raise _mismatch(self.ranks, [code_of(doing), *[0.0] * 8])
-        return most
-
-    def __reduce__(self) -> Any:
-        # Process groups cannot be pickled: a loaded scaler shares its scale with all
-        # ranks, or with none if that was so before.
-        return Agreement, ((),) if self.ranks._given == [] else ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Agreement":
-        return self
 
 
 # -- errors ---------------------------------------------------------------------------
@@ -317,8 +407,11 @@ _DIFFERENT_ROUNDS = (
 )
 
 
-def _different_states(held: dict[int, tuple[float, int, int]]) -> RankMismatchError:
-    """Return the error that names the ranks whose state differs from the majority."""
+def different_states(held: dict[int, tuple[float, int, int]]) -> RankMismatchError:
+    """Return the error that names the ranks whose state differs from the majority.
+
+    `held`: each rank's scale, updates so far and clean steps.
+    """
     usual, _ = Counter(held.values()).most_common(1)[0]
     others = [rank for rank in sorted(held) if held[rank] != usual]
     shown = "; ".join(f"rank {rank} has {_state(held[rank])}" for rank in others[:8])

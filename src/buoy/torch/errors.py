@@ -7,7 +7,12 @@ for one catches the errors of the other.  Functions make the errors with long me
 what happened, why it matters, what to do.
 """
 
-from buoy._core.errors import BuoyError, CallOrderError, StateVersionError
+from buoy._core.errors import (
+    BuoyError,
+    CallOrderError,
+    DeviceModeError,
+    StateVersionError,
+)
 
 
 class Fp16ParametersError(BuoyError, ValueError, RuntimeError):
@@ -144,6 +149,16 @@ def nonfinite_norm(order: float) -> NonfiniteNormError:
     )
 
 
+def untraced(what: str) -> DeviceModeError:
+    """Return the error for what a compiled step cannot contain."""
+    return DeviceModeError(
+        f"torch.compile does not trace {what}. Otherwise, leave all of `unscale_`, "
+        "`clip_grad_norm_`, `step` and `update` out of the compiled function; the "
+        "model may stay in it."
+    )
+
+
+CLIPPED_IN_GRAPH = "a part of a step: this one would ignore the graph's clipping"
 PASSES_ITSELF = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed "
     "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -164,4 +179,9 @@ JOIN = (
 UNSCALED_EARLY = (
     "They have gradients now: `unscale_` was called before `backward()`. Call it after "
     "the last backward pass of the iteration."
+)
+FUSED_DAMPENING = (
+    "A fused SGD with `dampening` cannot start under a scaler: dampening does not "
+    "apply to the first momentum, and only the device knows whether the first step is "
+    "skipped. Build it with `fused=False`, or without dampening. Nothing was applied."
 )

@@ -1,7 +1,8 @@
 """Whether an iteration's losses were finite, for policies that want `loss_finite`.
 
 The answer is a number, so that it is sent to other ranks and read on the host together
-with the measurements of the gradients.  Of several answers the largest counts.
+with the measurements of the gradients: 0 if every loss was finite, inf or NaN if one
+was not.  Of several answers the largest counts.
 """
 
 from math import inf, isfinite
@@ -10,35 +11,22 @@ import torch
 
 from buoy._backends import torch as backend
 
-__all__ = ["LOSS", "NO_LOSS", "LossCheck", "loss_finite"]
+__all__ = ["LOSS", "LossCheck", "loss_finite"]
 
-LOSS = "loss_finite"  # in `Policy.wants`, and in `Work.measured`
-
-# The numbers; inf or NaN means that a loss was not finite.
-NO_LOSS = -1.0
-_FINITE = 0.0
-_UNSEEN = 1.0  # a loss has no value to look at: in transforms of `torch.func`
+LOSS = "loss_finite"  # in `Policy.wants`, and in `Pending.measured`
 _KEPT = 64  # losses that are kept before they are combined
 
 
 def loss_finite(
-    number: float | torch.Tensor, home: torch.device | None = None
+    number: float | torch.Tensor | None,
 ) -> bool | torch.Tensor | None:
-    """Return the answer as `Seen` has it, as a tensor if on `home`; None: unknown.
-
-    A number that the host cannot read counts as known: the policies of all ranks must
-    be told the same.
+    """Return the answer as `Seen` has it; None if there was no loss to look at.
 
     Example:
-        >>> loss_finite(0.0), loss_finite(inf), loss_finite(NO_LOSS)
+        >>> loss_finite(0.0), loss_finite(inf), loss_finite(None)
         (True, False, None)
     """
-    value = number if isinstance(number, float) else backend.host_value(number)
-    if value in (NO_LOSS, _UNSEEN):
-        return None
-    if home is not None:
-        number = backend.scalar(number, home)
-    return number <= _UNSEEN
+    return None if number is None else number <= 0.0
 
 
 class LossCheck:
@@ -59,7 +47,8 @@ class LossCheck:
 
     def clear(self) -> None:
         """Forget the losses: a new iteration begins."""
-        self._known = NO_LOSS  # of the losses whose values the host has
+        self._known: float | None = None  # of the losses whose values the host has
+        self._hidden = False  # a loss has no value: in transforms of `torch.func`
         self._kept: tuple[torch.Tensor, ...] = ()  # the others, not inspected yet
 
     def add(self, loss: torch.Tensor, noted: float | torch.Tensor | None) -> None:
@@ -68,25 +57,32 @@ class LossCheck:
             if not (loss.is_floating_point() or loss.is_complex()):
                 return  # not a loss
             noted = backend.value_or_copy(backend.magnitude(loss))
-        if isinstance(noted, torch.Tensor):
+        if noted is None:
+            self._hidden = True
+        elif isinstance(noted, torch.Tensor):
             if len(self._kept) == _KEPT:
                 self._kept = (self._zero(self._kept[0].device),)
             self._kept += (noted,)
-        else:
-            number = _UNSEEN if noted is None else _FINITE if isfinite(noted) else inf
-            self._known = max(self._known, number)
+        elif not isfinite(noted):
+            self._known = inf
+        elif self._known is None:
+            self._known = 0.0
 
     def add_compiled(self, loss: torch.Tensor) -> None:
         """Add a loss in a compiled graph, which must not depend on their count."""
         self._kept += ((backend.local(loss.detach()) * 0.0).sum(),)
         self._kept = (self._zero(loss.device),)
 
-    def number(self, home: torch.device) -> float | torch.Tensor:
-        """Return the answer, as a float32 [] on the device if the host lacks it."""
-        if not self._kept or self._known == inf:
-            return self._known
-        zero = self._zero(home)
-        return zero + _UNSEEN if self._known == _UNSEEN else zero
+    def number(self, home: torch.device) -> float | torch.Tensor | None:
+        """Return the answer, as a float32 [] on the device if the host lacks it.
+
+        None if there was no loss, or one without a value and no other overflowed.
+        """
+        if self._known == inf:
+            return inf
+        if self._hidden:
+            return None
+        return self._zero(home) if self._kept else self._known
 
     def _zero(self, home: torch.device) -> torch.Tensor:
         """Return 0 if the kept losses are finite, else NaN."""

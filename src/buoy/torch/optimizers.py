@@ -1,14 +1,14 @@
 """The three ways to apply or skip a step.
 
-* `step_with_found_inf`: the optimizer takes `grad_scale` and `found_inf`, and decides.
-* `read_finite`: the host reads the flag once, and steps or does not.
-* `step_or_restore`: no host read; the step is computed, and if it must be skipped,
-  everything that it changed is restored on the device.
+* `hand_over`: the optimizer takes `grad_scale` and `found_inf`, and decides.
+* `ask`: the host reads the flag once, and steps or does not.
+* `undo`: no host read; the step is computed, and if it must be skipped, everything that
+  it changed is restored on the device.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,8 +18,24 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot, zeroed_gradients
+from buoy._core.errors import OptionError
+from buoy._core.warn import warn
 from buoy.torch import errors
-from buoy.torch.iteration import Work
+from buoy.torch.hooks import Scaler
+from buoy.torch.pending import Pending, combined
+
+__all__ = [
+    "ask",
+    "hand_over",
+    "pass_scaler",
+    "read_outcome",
+    "recipients",
+    "takes_scaler",
+    "takes_scaling",
+    "undo",
+    "unscales",
+    "unscales_in_place",
+]
 
 _DECLARED = "_step_supports_amp_scaling"
 _TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -40,12 +56,12 @@ def unscales(optimizer: Any) -> bool:
     """Return whether an optimizer, or one that it wraps, divides by `grad_scale`."""
     if not getattr(optimizer, _DECLARED, False) or takes_scaler(optimizer):
         return False
-    return recipients(optimizer).sure and not _begins_dampened(optimizer)
+    return recipients(optimizer).sure
 
 
 def takes_scaling(optimizer: Any) -> bool:
     """Return whether an optimizer takes `found_inf`, itself or one that it wraps."""
-    if not getattr(optimizer, _DECLARED, False) or _begins_dampened(optimizer):
+    if not getattr(optimizer, _DECLARED, False):
         return False
     plain = type(optimizer) in _PLAIN
     return plain or takes_scaler(optimizer) or bool(recipients(optimizer).found)
@@ -125,51 +141,73 @@ def unscales_in_place(optimizer: Any) -> bool:
 # -- the optimizer decides -------------------------------------------------------------
 
 
-def step_with_found_inf(
-    work: Work,
-    whom: tuple[Any, ...],
-    scale: torch.Tensor,
+def hand_over(
+    pending: Pending,
     found: torch.Tensor | None,
+    scale: torch.Tensor | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    ask: bool = False,
+    ask_first: bool,
 ) -> Any:
     """Step an optimizer that divides by `grad_scale` and skips if `found_inf` is set.
 
-    `whom` are the recipients of both.  `scale` is the factor of its gradients, unless
-    they are already unscaled.  With `ask` the host reads the flag, and does not call
-    the optimizer to skip a step.
+    `found` is the flag, None without gradients; `scale` is that of gradients which were
+    neither unscaled nor clipped.  With `ask_first` the host reads the flag, and does
+    not call the optimizer to skip a step.
     """
-    optimizer = work.optimizer
+    optimizer = pending.optimizer
     if found is None and gather(optimizer).grads:
         raise errors.no_gradients(errors.UNSCALED_EARLY)
-    work.handed = work["stage"] is not OptState.UNSCALED
-    own = None if work.survey is None else work.survey.found
-    if found is not None and found is not own:
+    if found is not None:
+        if ask_first:
+            read_outcome(pending, found)
+            if not pending.applied:
+                return None
         found = (found > 0).float()  # torch's kernels skip only at exactly 1
-    seen = None if found is None else backend.host_value(found)
-    work.finite = None if seen is None else not seen
-    if ask and found is not None:
-        work.finite = read_finite(work, found)
-        if not work.finite:
-            return None
-    if work.multiplier is not None:
-        scale = work.multiplier.reciprocal().float()
-    for one in whom:
-        if found is not None and isinstance(one, torch.optim.SGD):
-            _fill_momentum(one)
-    for one in whom:
-        own = getattr(one, "grad_scale", None)
-        if work.handed:
-            own = scale if own is None else scale * own
-        one.grad_scale, one.found_inf = own, 0 if found is None else found
-    try:
+    grad_scale = None
+    pending.handed_over = pending.stage is not OptState.UNSCALED
+    if pending.handed_over:
+        factor = pending.factor
+        grad_scale = scale if factor is None else factor.reciprocal()
+    takers = recipients(optimizer).found
+    if found is not None:
+        for taker in takers:
+            if isinstance(taker, torch.optim.SGD):
+                _fill_momentum(taker)
+    with _attributes(takers, grad_scale, found):
         return optimizer.step(*args, **kwargs)
+
+
+@contextmanager
+def _attributes(
+    takers: tuple[Any, ...], grad_scale: torch.Tensor | None, found: torch.Tensor | None
+) -> Iterator[None]:
+    """Set both attributes; a `grad_scale` that the user has set is multiplied."""
+    for taker in takers:
+        own = getattr(taker, "grad_scale", None)
+        if grad_scale is not None:
+            own = grad_scale if own is None else grad_scale * own
+        taker.grad_scale = own
+        taker.found_inf = 0 if found is None else found
+    try:
+        yield
     finally:
-        for one in whom:
-            del one.grad_scale
-            del one.found_inf
+        for taker in takers:
+            del taker.grad_scale
+            del taker.found_inf
+
+
+def pass_scaler(
+    scaler: Scaler,
+    pending: Pending,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer that takes the scaler, and checks its gradients itself."""
+    warn(errors.PASSES_ITSELF, FutureWarning)
+    pending.handed_over = pending.stage is not OptState.UNSCALED
+    return pending.optimizer.step(*args, **kwargs, grad_scaler=scaler)
 
 
 def _fused_momentum(optimizer: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
@@ -187,50 +225,52 @@ def _fill_momentum(optimizer: Any) -> None:
     """Initialise the momentum of a fused SGD with zeros.
 
     Torch allocates these buffers uninitialised, and a skipped first step leaves them
-    so.  From zeros the first step has the same result as without a buffer.
+    so.  From zeros the first step has the same result as without a buffer, but not with
+    dampening, which does not apply to the first momentum.
     """
-    for _, param, state in _fused_momentum(optimizer):
+    for group, param, state in _fused_momentum(optimizer):
+        if group.get("dampening"):
+            raise OptionError(errors.FUSED_DAMPENING)
         zeros = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
         state["momentum_buffer"] = zeros
-
-
-def _begins_dampened(optimizer: Any) -> bool:
-    """Return whether this is the first step of a fused SGD with dampening.
-
-    Dampening does not apply to the first momentum.  The host passes a flag for the
-    first step to torch's kernel, so the host must know whether the step is applied.
-    """
-    if type(optimizer) is not torch.optim.SGD:
-        return False
-    return any(group.get("dampening") for group, _, _ in _fused_momentum(optimizer))
 
 
 # -- the host decides ------------------------------------------------------------------
 
 
-def read_finite(work: Work, found: torch.Tensor) -> bool:
-    """Return whether all gradients are finite; read all numbers in one transfer.
+def ask(
+    pending: Pending, found: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Step if the flag is 0; the host reads it, which waits for the device."""
+    read_outcome(pending, found)
+    return pending.optimizer.step(*args, **kwargs) if pending.applied else None
 
-    Raises if it shows that ranks differ.
+
+def read_outcome(pending: Pending, found: torch.Tensor) -> None:
+    """Read whether the step is applied, and all that the policy needs, in one transfer.
+
+    `found` is the flag that the step uses.  Raises if it shows that ranks differ.
     """
-    more = work.measured or work.differs is not None
-    if not more or backend.in_host_memory(found):
-        return not found.item()
-    names, home = list(work.measured), found.device
-    numbers = [backend.scalar(work.measured[name], home) for name in names]
-    differs = torch.zeros_like(found) if work.differs is None else work.differs
-    flag, apart, *values = torch.stack([found, differs, *numbers]).tolist()
-    if apart and work.mismatch is not None:
-        raise work.mismatch()
-    work.measured = dict(zip(names, values, strict=True))
-    work.amax = work.measured.get("amax_log2", work.amax)
-    return not flag
+    number = backend.known(found)
+    if number is not None:
+        pending.applied = not number
+        return
+    own: Any = combined(pending.flags, found.device)
+    differs = torch.zeros_like(found) if pending.differs is None else pending.differs
+    names = list(pending.measured)
+    numbers = [pending.measured[name] for name in names]
+    skipped, bad, apart, *values = backend.read([found, own, differs, *numbers])
+    if apart and pending.mismatch is not None:
+        raise pending.mismatch()
+    pending.applied = not skipped
+    pending.finite = not bad
+    pending.measured = dict(zip(names, values, strict=True))
 
 
 # -- the device decides ----------------------------------------------------------------
 
 
-def step_or_restore(
+def undo(
     optimizer: Any,
     found: torch.Tensor,
     args: tuple[Any, ...],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal
 
@@ -11,12 +11,13 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._core.errors import OptionError
-from buoy._core.policies.policy import Policy
+from buoy._core.formats import FLOAT32_MAX
+from buoy._core.policies.policy import MIN_SCALE, Policy
 from buoy._core.policies.registry import policy as make_policy
+from buoy._core.policies.torch_rule import TorchRule
 from buoy._core.spikes import SpikeGuard
 from buoy._core.watch import PATIENCE, OnStuck
-from buoy.torch.policy_runner import FLOAT32_MAX, SMALLEST
-from buoy.torch.scale import Scale
+from buoy.torch.scale import SMALLEST, Plan
 
 Fp16Params = Literal["error", "master"]
 
@@ -26,6 +27,15 @@ TORCH_DEFAULTS = {
     "backoff_factor": 0.5,
     "growth_interval": 2000,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TorchNumbers:
+    """The three numbers of torch's rule, which its state dict has beside the scale."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,23 +90,44 @@ class Options:
             guard = SpikeGuard(mode=self.spike_guard)
             object.__setattr__(self, "spike_guard", guard)
 
-    def of_torch(self) -> dict[str, Any]:
+    def of_torch(self, policy: Policy) -> dict[str, Any]:
         """Return the arguments that `torch.amp.GradScaler` takes."""
-        names = ("device", *TORCH_DEFAULTS, "enabled")
-        return {name: getattr(self, name) for name in names}
+        names = ("device", "init_scale", "enabled")
+        found = {name: getattr(self, name) for name in names}
+        return found | asdict(self.numbers(policy))
 
-    def scale(self) -> Scale:
-        """Create the scale and the rule that moves it."""
-        factors = (self.growth_factor, self.backoff_factor, self.growth_interval)
-        if self.policy is None:
-            bounds = (self.min_scale, self.max_scale)
-            return Scale(None, self.init_scale, factors, bounds)
-        changed = {
-            name: value
-            for name in (*TORCH_DEFAULTS, "min_scale", "max_scale")
-            if (value := getattr(self, name)) != TORCH_DEFAULTS.get(name)
-        }
-        return Scale(make_policy(self.policy, **changed), self.init_scale, factors)
+    def numbers(self, policy: Policy) -> TorchNumbers:
+        """Return the numbers of torch's rule; those of the policy, if it is that."""
+        own = policy if isinstance(policy, TorchRule) else self
+        return TorchNumbers(own.growth_factor, own.backoff_factor, own.growth_interval)
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether bounds of torch's rule were given."""
+        given = self.min_scale is not None or self.max_scale is not None
+        return given and self.policy is None
+
+    def plan(self) -> Plan:
+        """Return the policy, torch's rule by default, and its first state."""
+        if self.policy is not None:
+            changed = {
+                name: value
+                for name in (*TORCH_DEFAULTS, "min_scale", "max_scale")
+                if (value := getattr(self, name)) != TORCH_DEFAULTS.get(name)
+            }
+            return Plan.of(make_policy(self.policy, **changed))
+        low = self.min_scale
+        high = self.max_scale
+        return Plan.of(
+            TorchRule(
+                init_scale=self.init_scale,
+                growth_factor=self.growth_factor,
+                backoff_factor=self.backoff_factor,
+                growth_interval=self.growth_interval,
+                min_scale=min(MIN_SCALE, self.init_scale) if low is None else low,
+                max_scale=FLOAT32_MAX if high is None else high,
+            )
+        )
 
 
 def _usable(scale: float) -> bool:
@@ -145,11 +176,11 @@ def checked_threshold(name: str, value: Any, *, wait: bool = False) -> Any:
     """Return a threshold; raise for one that would reverse gradients or write NaN.
 
     Without `wait` a tensor that only a device has is returned unread: a step that it
-    would reverse is skipped by `Surveyor.clip`.
+    would reverse is skipped by `step.clip`.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.detach().reshape(())
-        if not wait and backend.host_value(value.float()) is None:
+        if not wait and backend.known(value) is None:
             return value
     with suppress(TypeError, ValueError, RuntimeError):  # not one number
         if not isinstance(value, str) and (number := float(value)) >= 0:
@@ -186,7 +217,7 @@ _NEW_SCALE = (
 )
 
 
-def check_new_scale(value: Any, device: str, scale: Scale) -> None:
+def check_new_scale(value: Any, device: str, options: Options) -> None:
     """Raise for a scale that gradients cannot be divided by."""
     if isinstance(value, torch.Tensor):
         if value.device.type != device or value.numel() != 1 or value.requires_grad:
@@ -196,12 +227,15 @@ def check_new_scale(value: Any, device: str, scale: Scale) -> None:
             f"{_NEW_SCALE} Got {value!r}; it must be a positive number, and so must be "
             "1 divided by it, which is what gradients are multiplied by."
         )
-    elif scale.bounds_given and not scale.low <= value <= scale.high:
-        raise OptionError(
-            f"new_scale {value!r} is outside of `min_scale` {scale.low!r} .. "
-            f"`max_scale` {scale.high!r}, which were given for this scaler. Stay "
-            "within them, or make a scaler with other bounds."
-        )
+    elif options.has_bounds:
+        low = MIN_SCALE if options.min_scale is None else options.min_scale
+        high = FLOAT32_MAX if options.max_scale is None else options.max_scale
+        if not low <= value <= high:
+            raise OptionError(
+                f"new_scale {value!r} is outside of `min_scale` {low!r} .. `max_scale` "
+                f"{high!r}, which were given for this scaler. Stay within them, or "
+                "make a scaler with other bounds."
+            )
 
 
 def check_factor(name: str, value: Any) -> None:

@@ -1,365 +1,619 @@
-"""One scale: its tensor, the value if the host has it, and the rule that moves it.
+"""The scale, and the policy that moves it.
 
-Torch's own rule runs on plain numbers if the host has them (the tensors are then
-filled), else by torch's kernel on the device.  A `PolicyRunner` runs others.
+A scaler begins with a `Plan`: a policy and its state, without tensors.  The first loss
+turns it into one of three, chosen once:
+
+| class | the policy runs on | chosen when |
+|---|---|---|
+| `HostScale` | Python floats | the host knows the outcome of every step |
+| `DeviceScale` | tensors | only the device knows the outcome |
+| `KernelScale` | torch's own kernel and its two tensors | the same, for torch's rule |
+
+A `HostScale` becomes one of the others, once, at the first step whose outcome the host
+does not read.  On a CPU torch's rule has a `KernelScale` from the start: its tensors
+can be read for free.  Nothing else in the package asks where a number is.
 """
 
 import math
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.codec import encode
-from buoy._core.errors import OptionError
+from buoy._core.bounds import bounds_of, foreseen, initial, moved
+from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
-from buoy._core.ops import single
-from buoy._core.policies.policy import MIN_SCALE, Policy
-from buoy._core.policies.presets.peer import PeerBackoff
-from buoy._core.policies.presets.quirks import Quirks
-from buoy._core.step import MEASUREMENTS
-from buoy.torch.policy_runner import SMALLEST, Evidence, PolicyRunner
+from buoy._core.ops import PLAIN, single
+from buoy._core.policies.policy import Bounds, Policy
+from buoy._core.policies.torch_rule import TorchRule, TorchRuleState
+from buoy._core.state import Seen, map_state
+from buoy._core.step import CLIP_EPSILON, as_wanted, clip_factor, schedule
+from buoy.torch.loss_check import LOSS, loss_finite
 
-__all__ = ["Now", "Scale"]
+__all__ = [
+    "CLIPPED",
+    "SMALLEST",
+    "DeviceScale",
+    "Evidence",
+    "HostScale",
+    "KernelScale",
+    "Measured",
+    "Number",
+    "Plan",
+    "Scale",
+]
 
-_NEVER = 2**31 - 1
+SMALLEST = 2.0**-127  # below it 1 / scale, in float32, is inf
+CLIPPED = "clipped"  # in `Evidence.measured`: gradients were clipped while scaled
+
+Number = float | torch.Tensor  # of the host, or on a device
+Measured = dict[str, Number]  # by the names in `Policy.wants`; also `LOSS`, `CLIPPED`
 
 
-class Now(NamedTuple):
-    """The current scale; rebuilt only when it has changed."""
+class Evidence(NamedTuple):
+    """The findings of an iteration, for the policy."""
 
-    tensor: torch.Tensor  # float32 []: losses are multiplied by it
-    device: torch.device
-    value: float | None  # None: only the device has it
-    inverse: torch.Tensor  # float32 []: 1 / scale
-    safe: bool  # at least 1: dividing by it cannot overflow
-    copy: float | torch.Tensor  # the value, or a copy that later updates do not change
+    found: torch.Tensor  # float32 []: more than 0 if anything was not finite
+    finite: bool | None = None  # the same; None: the host has not read it
+    measured: Mapping[str, Number] = MappingProxyType({})
+
+    def on_host(self) -> Seen | None:
+        """Return it as plain numbers; None if the host lacks any of them."""
+        if self.finite is None:
+            return None
+        numbers = {name: backend.known(x) for name, x in self.measured.items()}
+        if None in numbers.values():
+            return None
+        return self._seen(self.finite, numbers, PLAIN.log2)
+
+    def on_device(self) -> Seen:
+        """Return it as tensors."""
+        home = self.found.device
+        numbers = {name: backend.scalar(x, home) for name, x in self.measured.items()}
+        return self._seen(self.found.reshape(()) == 0, numbers, torch.log2)
+
+    @staticmethod
+    def _seen(finite: Any, numbers: dict[str, Any], log2: Any) -> Seen:
+        numbers.pop(CLIPPED, None)
+        told = loss_finite(numbers.pop(LOSS, None))
+        return Seen(finite=finite, loss_finite=told, **as_wanted(numbers, log2))
 
 
-class Scale:
-    """The scale of one scaler; independent of optimizers and gradients.
+@dataclass(slots=True)
+class Plan:
+    """A policy and the state to start from; there are no tensors yet."""
 
-    `runner` is the policy with its state; None for torch's rule, whose numbers are
-    attributes here.
+    policy: Policy
+    bounds: Bounds
+    state: Any  # of the policy
+    turn: int = 0  # updates so far
+    held: Number = 0.0  # as in `Scale`
+
+    tensor: ClassVar[None] = None
+    tracker: ClassVar[None] = None
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """Return the plan to start a policy as it is."""
+        return cls(policy, bounds_of(policy), initial(policy))
+
+    def place(
+        self, device: torch.device, scale: float, clean_steps: int, *, reads: bool
+    ) -> "Scale":
+        """Create the tensors, and return the scale that has them.
+
+        `scale` and `clean_steps` are torch's: libraries may have set them meanwhile.
+        `reads`: the host reads the outcome of steps.
+        """
+        with torch.inference_mode(mode=False):  # inference tensors are read-only
+            if not reads:
+                return self.place_in_graph(device, scale, clean_steps)
+            self._start(scale, clean_steps)
+            host = HostScale(self, device, clean_steps)
+            if host.may_read and isinstance(self.policy, TorchRule):
+                return KernelScale(self, device, clean_steps)
+            return host
+
+    def place_in_graph(
+        self, device: torch.device, scale: float, clean_steps: int
+    ) -> "KernelScale | DeviceScale":
+        """Create the tensors in a compiled graph, which never reads them."""
+        self._start(scale, clean_steps)
+        if isinstance(self.policy, TorchRule):
+            return KernelScale(self, device, clean_steps)
+        return DeviceScale(self, device, clean_steps)
+
+    def _start(self, scale: float, clean_steps: int) -> None:
+        if scale != self.state.scale:
+            self.state = started_near(self.policy, scale)
+        if isinstance(self.state, TorchRuleState):
+            self.state = replace(self.state, clean_steps=clean_steps)
+
+    def configure(self, policy: Policy) -> None:
+        """Replace the policy by one with other settings."""
+        self.policy = policy
+        self.bounds = bounds_of(policy)
+
+    def restore(self, state: Any, turn: int) -> None:
+        """Start from a saved state of plain numbers."""
+        self.state = state
+        self.turn = turn
+
+    def plain_state(self) -> Any:
+        """Return the state as plain numbers."""
+        return self.state
+
+    def turns(self) -> int:
+        """Return the number of updates so far."""
+        return self.turn
+
+
+class Scale(ABC):
+    """The scale that losses are multiplied by, and the policy that moves it.
+
+    `follow` is called at the start of every public method of a scaler.  Until the next
+    one, `inverse` and `may_overflow` are those of the scale as it is.
     """
 
-    def __init__(
-        self,
-        policy: Policy | None,
-        init_scale: float,
-        factors: tuple[float, float, int],
-        bounds: tuple[float | None, float | None] = (None, None),
-    ) -> None:
-        self.init_scale = init_scale
-        self.growth_factor, self.backoff_factor, self.growth_interval = factors
-        self.bounds_given = policy is None and bounds != (None, None)
-        self.low = MIN_SCALE if bounds[0] is None else bounds[0]
-        self.high = FLOAT32_MAX if bounds[1] is None else bounds[1]
-        self.runner = None if policy is None else PolicyRunner(policy)
-        self.wants: frozenset[str] = frozenset() if policy is None else policy.wants
-        if self.runner is not None:
-            self.low, self.high = self.runner.bounds[:2]
-            self.init_scale = float(self.runner.state.scale)
-        self.measures = not self.wants.isdisjoint(MEASUREMENTS)  # of the gradients
-        self.tensor: torch.Tensor | None = None  # float32 []
-        self.tracker: torch.Tensor | None = None  # int32 []: torch's growth tracker
-        self.turn = 0  # updates so far
-        # int32 []: updates by compiled graphs, which must not depend on `turn`'s value
-        self.compiled_updates: torch.Tensor | None = None
-        self.foreseen = False  # the policy has seen this iteration's loss
-        self.fp16_loss = False  # there was an FP16 loss
-        # Whether gradients are clipped while they are scaled: here, on any rank.
-        self.clipped = False
-        self.clipped_anywhere: torch.Tensor | None = None  # float32 []
-        self._now: Now | None = None
-        self._view: backend.HostView | None = None  # collectives keep `_version`
-        self._clean: backend.HostCount | None = None  # the tracker's value
-        self.widen_bounds(init_scale)
+    state: Any  # of the policy
+    inverse: torch.Tensor  # float32 []: 1 / scale
+    may_overflow = True  # dividing by the scale may overflow: it may be below 1
 
-    def place(self, device: torch.device, init_scale: float, count: int) -> None:
-        """Create the tensors on first use."""
-        with torch.inference_mode(mode=False):  # inference tensors are read-only
-            self.make_tensors(device, init_scale, count)
-        tensor: Any = self.tensor
-        runner, value = self.runner, single(init_scale)
-        if runner is not None and value != runner.scale and not runner.on_device:
-            runner.start(init_scale)
-            tensor.fill_(runner.scale)
-        self._note(value)
-
-    def make_tensors(self, device: torch.device, init_scale: float, count: int) -> None:
-        """Create only the tensors: all that a compiled graph needs."""
-        self.tensor = torch.full((), init_scale, dtype=torch.float32, device=device)
-        self.tracker = torch.full((), count, dtype=torch.int32, device=device)
+    def __init__(self, plan: Plan, device: torch.device, clean_steps: int) -> None:
+        value = min(plan.state.scale, FLOAT32_MAX)
+        # Others may write into both, as into those of `torch.amp.GradScaler`.
+        self.tensor = torch.full((), value, dtype=torch.float32, device=device)
+        self.tracker = torch.full((), clean_steps, dtype=torch.int32, device=device)
+        # Updates by compiled graphs, which must not depend on the value of `turn`.
         self.compiled_updates = torch.zeros((), dtype=torch.int32, device=device)
+        self.device = self.tensor.device
+        self.may_read = backend.in_host_memory(self.tensor)
+        self.turn = plan.turn  # updates so far
+        self.held = plan.held  # above 0: gradients are clipped while they are scaled
+        self.has_foreseen = False  # the policy has seen this iteration's loss
+        self._version = -1  # of the tensor, when `follow` looked last
+        self._value: float | None = None  # the same; None: the host does not know it
+        self._copy: torch.Tensor | None = None
+        self.policy = plan.policy
+        self.bounds = plan.bounds
+        self.wants = plan.policy.wants
+
+    def configure(self, policy: Policy) -> None:
+        """Replace the policy by one with other settings."""
+        self.policy = policy
+        self.bounds = bounds_of(policy)
+        self.wants = policy.wants
+
+    @property
+    def follows_size(self) -> bool:
+        """Whether the policy follows the gradients' size; it must not, if clipped."""
+        return "amax_log2" in self.wants and not self.bounds.peer
 
     # -- reading -----------------------------------------------------------------------
 
-    def now(self) -> Now:
-        """Return the current scale; detects writes by others into the tensor."""
-        now, tensor, view = self._now, self.tensor, self._view
-        if (
-            now is not None
-            and now.tensor is tensor
-            and tensor._version == self._version
-            and self._seen is self.tracker
-            and (view is None or view.value == now.value)
-        ):
-            return now
-        return self._follow()
+    def follow(self) -> None:
+        """Continue from the tensor, into which others may have written."""
+        self.may_read = backend.in_host_memory(self.tensor)
+        written = self.tensor._version != self._version
+        # Collectives and `.data` write without a new version.
+        if written or (self.may_read and self.tensor.item() != self._value):
+            self.count_from(self.turns())
+            self._adopt()
+            self._note_tensor()
 
-    def is_safe(self, inverse: torch.Tensor) -> bool:
-        """Return whether multiplying by `inverse` is known not to overflow."""
-        now = self._now
-        return now is not None and now.safe and now.inverse is inverse
+    def _note_tensor(self) -> None:
+        """Compute what depends on the tensor."""
+        self._version = self.tensor._version
+        self._copy = None
+        if self.may_read:
+            value = self.tensor.item()
+            if value == self._value:
+                return  # written, but the same
+            self._value = value
+        self.inverse = backend.reciprocal(self.tensor)
+        self.may_overflow = self._value is None or not self._value >= 1.0
 
-    def _follow(self) -> Now:
-        """Continue from a scale that others have written into the tensor."""
-        tensor: Any = self.tensor
-        compiled = self._compiled_turns()
-        if compiled:
-            self.count_from(self.turn + compiled)
-        if compiled and self.runner is not None and self.runner.on_device:
-            return self._note(None)
-        if not backend.in_host_memory(tensor):
-            if self.runner is not None and not self.runner.on_device:
-                self.runner.start_on_device(tensor)
-            return self._note(None)
-        value = backend.read_host_memory(tensor)
-        if self.runner is not None and value != self.runner.scale:
-            if not SMALLEST <= value <= FLOAT32_MAX:
-                return self._note(None)  # this step is skipped
-            self.runner.start(value)
-            tensor.fill_(self.runner.scale)
-        return self._note(value)
+    def replace_tensor(self, tensor: torch.Tensor) -> None:
+        """Use another tensor for the scale."""
+        self.tensor = tensor
+        self._version = -1
 
-    def _note(self, value: float | None) -> Now:
-        """Cache the values of the tensors; `value` None: only the device has both."""
-        tensor: Any = self.tensor
-        tracker: Any = self.tracker
-        if self.runner is not None and value is not None:
-            own = self.runner.scale
-            value = own if isinstance(own, float) else None
-        self._view = None if value is None else backend.host_view(tensor)
-        self._clean, self._seen = backend.host_count(tracker), tracker
-        self._version = tensor._version
-        safe = value is not None and value >= 1.0
-        copy = tensor.detach().clone() if value is None else value
-        inverse = backend.reciprocal(tensor)
-        self._now = Now(tensor, tensor.device, value, inverse, safe, copy)
-        return self._now
+    def note(self) -> Number:
+        """Return the scale's value, or a copy that later updates do not change."""
+        if self.may_read:
+            return self.tensor.item()
+        if self._copy is None:
+            self._copy = self.tensor.clone()
+        return self._copy
+
+    def due(self, *, clips: bool) -> tuple[str, ...]:
+        """Return what the policy wants to have measured in this iteration.
+
+        `clips`: the gradients are clipped by a norm of order 1 or more.
+        """
+        if not self.wants:
+            return ()
+        wanted = schedule(self.wants, clips=clips)
+        return tuple(name for name, one in wanted.items() if one.due(self.turn))
+
+    def shrink(
+        self, norm: torch.Tensor, max_norm: float | torch.Tensor
+    ) -> torch.Tensor:
+        """Return the factor that clips gradients of this norm.  float32 []."""
+        if not self.may_read or isinstance(max_norm, torch.Tensor):
+            factor: torch.Tensor = clip_factor(norm, max_norm, backend.ops())
+            return factor
+        return torch.full_like(norm, clip_factor_on_host(norm.item(), max_norm))
+
+    def turns(self) -> int:
+        """Return the number of updates, those of compiled graphs included."""
+        compiled = self.compiled_updates
+        return self.turn + (int(compiled.item()) if compiled._version else 0)
 
     def count_from(self, turn: int) -> None:
-        """Set the number of updates, including those of compiled graphs."""
+        """Set the number of updates."""
         self.turn = turn
-        if self.compiled_updates is not None and self.compiled_updates._version:
+        if self.compiled_updates._version:
             self.compiled_updates = torch.zeros_like(self.compiled_updates)
 
-    def _compiled_turns(self) -> int:
-        """Return the number of updates by compiled graphs; reads if there were any."""
-        counter = self.compiled_updates
-        return int(counter.item()) if counter is not None and counter._version else 0
-
-    @property
-    def policy(self) -> Policy:
-        """The rule as a policy object."""
-        if self.runner is not None:
-            return self.runner.policy
-        interval = self.growth_interval
-        return PeerBackoff(
-            init_scale=self.init_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=interval if interval >= 1 else _NEVER,
-            min_scale=self.low,
-            max_scale=self.high,
-            quirks=Quirks(
-                arithmetic="wide", at_max="clamp" if self.high < FLOAT32_MAX else "keep"
-            ),
-        )
-
-    @property
-    def clean_steps(self) -> int | None:
-        """The policy's count of finite steps; None for torch's rule: see `tracker`."""
-        if self.runner is None:
-            return None
-        count = getattr(self.runner.state, "clean_steps", 0)
-        return int(count.item() if isinstance(count, torch.Tensor) else count)
-
-    @property
-    def heeds_clipping(self) -> bool:
-        """Whether the policy follows the size of gradients, clipped ones included."""
-        return self.runner is not None and self.runner.follows_size
-
-    def is_held(self) -> bool:
-        """Return whether the scale does not rise.  Reads on the host."""
-        agreed = self.clipped_anywhere
-        return self.clipped or (agreed is not None and backend.read_one(agreed) > 0)
+    def lowest(self) -> float:
+        """Return the lowest scale that the policy sets."""
+        return self.bounds.low
 
     # -- moving ------------------------------------------------------------------------
 
-    def foresee(self, loss: torch.Tensor) -> None:
-        """Pass this iteration's first loss to the policy before it is scaled."""
-        self.foreseen = True
-        if self.runner is not None:
-            now = self.now()
-            held = self._held()
-            if self.runner.on_device:
-                self.runner.follow(now.tensor)
-            self.runner.foresee(loss, now.device, half=self.fp16_loss, held=held)
-            self._write()
+    def foresee(self, loss: torch.Tensor) -> "Scale":
+        """Show an iteration's first loss to the policy; return the scale to use."""
+        self.has_foreseen = True
+        return self._foresee(loss.detach().reshape(()).float())
 
-    def move(self, evidence: Evidence | None, now: Now) -> Now:
-        """Update the scale from the evidence, if any; return the new one."""
+    def move(self, evidence: Evidence | None) -> "Scale":
+        """End an iteration: move the scale by the evidence; return the scale to use."""
         self.turn += 1
-        self.foreseen = False
+        self.has_foreseen = False
         if evidence is None:
-            return self.now()
-        if self.runner is not None:
-            if self.runner.on_device:
-                self.runner.follow(now.tensor)
-            try:
-                self.runner.update(evidence, held=self._held())
-            finally:
-                self._write()
-        elif evidence.finite is None or now.value is None or self._clean is None:
-            self.move_on_device(evidence)
-            self._note(None)
-        else:
-            self._move_on_host(now.value, self._clean, finite=evidence.finite)
-        return self._now or now
+            return self
+        self.held = evidence.measured.get(CLIPPED, 0.0)
+        return self._move(evidence)
 
-    def _held(self) -> bool | torch.Tensor:
-        """Return whether the scale must not rise; a tensor if only the device knows."""
-        agreed = self.clipped_anywhere
-        if agreed is None or not self.heeds_clipping:
-            return self.clipped
-        seen = backend.host_value(agreed)
-        return agreed if seen is None else seen > 0
+    def set(self, value: Number) -> "Scale":
+        """Start the policy again at this scale; one that cannot be used is ignored.
 
-    def move_on_device(self, evidence: Evidence) -> None:
-        """Update the scale without a host read, also inside a compiled graph."""
-        tensor: Any = self.tensor
-        tracker: Any = self.tracker
-        if self.runner is not None:
-            self.runner.lift(tensor.device)
-            self.runner.follow(tensor)
-            self.runner.update(evidence, held=self.clipped)
-            tensor.copy_(self.runner.scale)
-            return
-        factors = self.growth_factor, self.backoff_factor, self.growth_interval
-        torch._amp_update_scale_(tensor, tracker, evidence.found, *factors)
-        tensor.clamp_(self.low, self.high)
-
-    def _move_on_host(
-        self, before: float, clean: backend.HostCount, *, finite: bool
-    ) -> None:
-        """Apply torch's rule on plain numbers, and write them to the tensors."""
-        after, count = before, clean.value + 1
-        if not finite:
-            after, count = single(before * self.backoff_factor), 0
-        elif count == self.growth_interval:
-            grown, count = single(before * self.growth_factor), 0
-            after = grown if math.isfinite(grown) else before
-        clean.value = count
-        if not (after == before and self.low <= before <= self.high):
-            tensor: Any = self.tensor
-            after = single(min(max(after, self.low), self.high))
-            tensor.fill_(after)
-            self._note(after)
-
-    def _write(self) -> None:
-        """Write the policy's scale to the tensor."""
-        tensor, now, runner = self.tensor, self._now, self.runner
-        if tensor is None or runner is None:
-            return
-        scale = runner.scale
-        if isinstance(scale, torch.Tensor):
-            tensor.copy_(scale)
-            self._note(None)
-        elif now is None or scale != now.value:
-            tensor.fill_(scale)
-            self._note(scale)
-
-    # -- setting -----------------------------------------------------------------------
-
-    def widen_bounds(self, value: float) -> None:
-        """Widen default bounds to include a scale that was set by hand."""
-        if not self.bounds_given:
-            self.low, self.high = min(self.low, value), max(self.high, value)
-
-    def set(self, value: float | torch.Tensor) -> None:
-        """Continue from this scale; an unusable tensor changes nothing."""
-        now, runner = self.now(), self.runner
-        if runner is not None and runner.bounds.low == runner.bounds.high:
-            raise OptionError(
-                f"The policy {type(runner.policy).__name__} has no scale of its own to "
-                "set, so `update(new_scale)` would change nothing. Choose another "
-                "policy, or leave `new_scale` out."
-            )
-        if isinstance(value, torch.Tensor):
-            given = value.reshape(()).to(now.tensor.dtype)
+        Returns the scale to use from now on.
+        """
+        number = backend.known(value)
+        if number is None:
+            given = backend.scalar(value, self.device)
             usable = (given >= SMALLEST) & (given <= FLOAT32_MAX)
-            given = torch.where(usable, given, now.tensor)
-            if runner is None:
-                now.tensor.copy_(given.clamp(self.low, self.high))
-                return
-            if not backend.in_host_memory(given) or runner.on_device:
-                runner.start_on_device(given)
-                self._write()
-                return
-            value = backend.read([given])[0]
-        if runner is not None:
-            runner.start(float(value))
-            self._write()
-        else:
-            self.widen_bounds(float(value))
-            now.tensor.fill_(float(value))
-            self._note(None if now.value is None else single(value))
+            other = self.on_device()
+            other.set_unread(torch.where(usable, given, self.tensor))
+            return other
+        if SMALLEST <= number <= FLOAT32_MAX:
+            self._set(number)
+        return self
 
     def override(self, value: float) -> None:
         """Set the scale within an iteration; keep the rest of the policy's state."""
-        if self.runner is None:
-            self.set(min(max(value, self.low), self.high))
-        elif self.tensor is not None:
-            self.runner.replace_scale(value)
-            self._write()
+        value = min(max(value, self.bounds.low), self.bounds.high)
+        self.restore(replace(self.plain_state(), scale=value), self.turns())
 
-    def restore(self, state: Any) -> None:
-        """Restore a policy from a saved state of plain numbers."""
-        if self.runner is None:
+    def restore(self, state: Any, turn: int) -> None:
+        """Continue from a saved state of plain numbers."""
+        self.count_from(turn)
+        self.has_foreseen = False
+        self._restore(state)
+
+    @abstractmethod
+    def on_device(self) -> "KernelScale | DeviceScale":
+        """Return the scale for steps whose outcome only the device knows."""
+
+    @abstractmethod
+    def plain_state(self) -> Any:
+        """Return the policy's state as plain numbers; this may wait."""
+
+    @abstractmethod
+    def _adopt(self) -> None:
+        """Continue from a tensor that others have written."""
+
+    @abstractmethod
+    def _foresee(self, loss: torch.Tensor) -> "Scale": ...
+
+    @abstractmethod
+    def _move(self, evidence: Evidence) -> "Scale": ...
+
+    def _set(self, scale: float) -> None:
+        """Start again at a scale that the host knows."""
+        self._restore(started_near(self.policy, scale))
+
+    @abstractmethod
+    def _restore(self, state: Any) -> None: ...
+
+
+class KernelScale(Scale):
+    """Torch's rule, by torch's kernel: its two tensors are the state."""
+
+    def __init__(self, plan: Plan, device: torch.device, clean_steps: int) -> None:
+        super().__init__(plan, device, clean_steps)
+        self._note_tensor()
+
+    def plain_state(self) -> TorchRuleState:
+        """Read the two tensors."""
+        return TorchRuleState(self.tensor.item(), int(self.tracker.item()))
+
+    def apply(self, evidence: Evidence) -> None:
+        """Update both tensors without a host read, also in a compiled graph."""
+        rule: Any = self.policy
+        torch._amp_update_scale_(
+            self.tensor,
+            self.tracker,
+            evidence.found,
+            rule.growth_factor,
+            rule.backoff_factor,
+            rule.growth_interval,
+        )
+        self.tensor.clamp_(self.bounds.low, self.bounds.high)
+
+    def apply_loss(self, loss: torch.Tensor) -> None:
+        """Nothing to do: torch's rule does not look at the loss."""
+
+    def on_device(self) -> "KernelScale":
+        """Return itself: torch's kernel runs everywhere."""
+        return self
+
+    def _adopt(self) -> None:
+        """Nothing to do: the tensors are the state."""
+
+    def _foresee(self, loss: torch.Tensor) -> Self:
+        del loss
+        return self
+
+    def _move(self, evidence: Evidence) -> Self:
+        self.apply(evidence)
+        self.follow()
+        return self
+
+    def _set(self, scale: float) -> None:
+        """Set the scale alone, as torch does: the growth tracker counts on."""
+        self.tensor.fill_(min(max(scale, self.bounds.low), self.bounds.high))
+        self._note_tensor()
+
+    def set_unread(self, scale: torch.Tensor) -> None:
+        """Start again at a scale that only the device knows."""
+        self.tensor.copy_(scale.clamp(self.bounds.low, self.bounds.high))
+        self._note_tensor()
+
+    def _restore(self, state: TorchRuleState) -> None:
+        self.tensor.fill_(state.scale)
+        self.tracker.fill_(state.clean_steps)
+        self._note_tensor()
+
+
+class HostScale(Scale):
+    """A policy on Python floats: the host knows every number."""
+
+    def __init__(self, plan: Plan, device: torch.device, clean_steps: int) -> None:
+        super().__init__(plan, device, clean_steps)
+        self.state = plan.state
+        self._unusable = False  # others wrote a scale that nothing can be divided by
+        self._note_tensor()
+
+    def note(self) -> float:
+        """Return the scale."""
+        return rounded(self.state.scale)
+
+    def _note_tensor(self) -> None:
+        super()._note_tensor()
+        if not self.may_read:
+            self.may_overflow = self._unusable or not self.state.scale >= 1.0
+
+    def plain_state(self) -> Any:
+        """Return the state."""
+        return self.state
+
+    def on_device(self) -> "KernelScale | DeviceScale":
+        """Return the same scale for steps whose outcome only the device knows."""
+        plan = Plan(self.policy, self.bounds, self.state, self.turn, self.held)
+        is_torchs = isinstance(self.policy, TorchRule)
+        kind = KernelScale if is_torchs else DeviceScale
+        other = kind(plan, self.device, 0)
+        other.tensor = self.tensor
+        other.tracker = self.tracker
+        other.compiled_updates = self.compiled_updates
+        other.has_foreseen = self.has_foreseen
+        other.may_read = self.may_read
+        other.inverse = self.inverse
+        return other
+
+    def _adopt(self) -> None:
+        value = self.tensor.item()
+        if value == rounded(self.state.scale):
             return
-        self.runner.state, self.foreseen = state, False
-        self._now = None
-        self._write()
+        # One that cannot be used stays: the gradients are found not to be finite.
+        self._unusable = not SMALLEST <= value <= FLOAT32_MAX
+        if not self._unusable:
+            self._set(value)
 
-    def load(self, scale: float, count: int) -> None:
-        """Restore torch's rule from a saved scale and count."""
-        self.widen_bounds(scale)
-        tracker: Any = self.tracker
-        if self.tensor is not None:
-            self.tensor.fill_(scale)
-            tracker.fill_(count)
-            self._note(single(scale))
+    def _foresee(self, loss: torch.Tensor) -> Scale:
+        number = backend.known(loss)
+        held = backend.known(self.held)
+        if number is None or held is None:
+            return self.on_device().foresee(loss)
+        bounds = self._bounds(held)
+        self._store(foreseen(self.policy, self.state, number, ops=PLAIN, bounds=bounds))
+        return self
 
-    def configure(self, name: str, value: Any) -> None:
-        """Change one of torch's three numbers, here and in the policy."""
-        if self.runner is not None:
-            policy: Any = self.runner.policy
-            if name not in {field.name for field in fields(policy)}:
-                raise OptionError(
-                    f"The policy {type(policy).__name__} has no `{name}`, so setting "
-                    "it would change nothing. Use `policy=None` for torch's rule, or "
-                    "'backoff', which has all three."
-                )
-            self.runner.policy = replace(policy, **{name: value})
-        setattr(self, name, value)
+    def _move(self, evidence: Evidence) -> Scale:
+        seen = evidence.on_host()
+        held = backend.known(self.held)
+        if seen is None or held is None:
+            return self.on_device()._move(evidence)
+        bounds = self._bounds(held)
+        try:
+            state = moved(self.policy, self.state, seen, ops=PLAIN, bounds=bounds)
+        except ScaleCollapsedError as error:
+            self._store(self.state if error.state is None else error.state)
+            raise
+        self._store(state)
+        return self
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state beyond torch's five entries; empty for torch's rule."""
-        runner = self.runner
-        if runner is None:
-            return {}
-        kept = {"policy": encode(runner.policy), "state": encode(runner.state)}
-        return {**kept, "turn": self.turn + self._compiled_turns()}
+    def _bounds(self, held: float) -> Bounds:
+        """Return the bounds; the highest scale is the present one if it is held."""
+        if held <= 0.0 or not self.follows_size:
+            return self.bounds
+        low, high = self.bounds.low, self.bounds.high
+        return self.bounds._replace(high=min(max(self.state.scale, low), high))
+
+    def _store(self, state: Any) -> None:
+        """Store a state, and write its scale to the tensor if it has changed."""
+        before = rounded(self.state.scale)
+        self.state = state
+        after = rounded(state.scale)
+        if isinstance(state, TorchRuleState):
+            self.tracker.fill_(state.clean_steps)
+        if after != before:
+            self.tensor.fill_(after)
+            self._note_tensor()
+
+    def _set(self, scale: float) -> None:
+        if isinstance(self.state, TorchRuleState):  # its growth tracker counts on
+            low, high, _ = self.bounds
+            self._restore(replace(self.state, scale=min(max(scale, low), high)))
+        else:
+            super()._set(scale)
+
+    def _restore(self, state: Any) -> None:
+        self.state = state
+        self.tensor.fill_(rounded(state.scale))
+        if isinstance(state, TorchRuleState):
+            self.tracker.fill_(state.clean_steps)
+        self._note_tensor()
+
+
+class DeviceScale(Scale):
+    """A policy on tensors, which stay where they are: only the device knows them."""
+
+    def __init__(self, plan: Plan, device: torch.device, clean_steps: int) -> None:
+        super().__init__(plan, device, clean_steps)
+        self.state = self._lifted(plan.state)
+
+    def plain_state(self) -> Any:
+        """Read the state."""
+        self._take_over()
+        return map_state(lambda number: number.item(), self.state)
+
+    def on_device(self) -> "DeviceScale":
+        """Return itself."""
+        return self
+
+    def apply(self, evidence: Evidence) -> None:
+        """Move the scale without a host read, also in a compiled graph."""
+        self._take_over()
+        self._store(
+            moved(
+                self.policy,
+                self.state,
+                evidence.on_device(),
+                ops=backend.ops(),
+                bounds=self._bounds(),
+            )
+        )
+
+    def apply_loss(self, loss: torch.Tensor) -> None:
+        """Show the policy a loss without a host read, also in a compiled graph."""
+        self._take_over()
+        self._store(
+            foreseen(
+                self.policy,
+                self.state,
+                loss.to(self.device, non_blocking=True),
+                ops=backend.ops(),
+                bounds=self._bounds(),
+            )
+        )
+
+    def _adopt(self) -> None:
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Continue from the tensor, but keep an unrounded value that rounds to it."""
+        own = self.state.scale
+        tensor = self.tensor
+        scale = torch.where(own.float() == tensor, own, tensor.to(own.dtype))
+        self.state = replace(self.state, scale=scale)
+
+    def _foresee(self, loss: torch.Tensor) -> Self:
+        self.apply_loss(loss)
+        self.follow()
+        return self
+
+    def _move(self, evidence: Evidence) -> Self:
+        self.apply(evidence)
+        self.follow()
+        return self
+
+    def _bounds(self) -> Bounds:
+        """Return the bounds; the highest scale is the present one if it is held."""
+        if not self.follows_size or backend.known(self.held) == 0.0:
+            return self.bounds
+        low, high = self.bounds.low, self.bounds.high
+        held = backend.scalar(self.held, self.device) > 0
+        top: Any = torch.where(held, self.state.scale.clamp(low, high), high)
+        return self.bounds._replace(high=top)
+
+    def _store(self, state: Any) -> None:
+        """Store a state of tensors, in the precision that the policy declares."""
+        self.state = map_state(lambda new, old: new.to(old.dtype), state, self.state)
+        self.tensor.copy_(self.state.scale)
+
+    def _lifted(self, state: Any) -> Any:
+        precision = self.policy.precision
+        return map_state(lambda x: backend.lift(x, precision, self.device), state)
+
+    def set_unread(self, scale: torch.Tensor) -> None:
+        """Start again at a scale that only the device knows."""
+        start = backend.ops().cast(
+            scale.clamp(self.bounds.low, self.bounds.high), self.policy.precision
+        )
+        self.state = self._lifted(initial(self.policy, start))
+        self.tensor.copy_(self.state.scale)
+        self.follow()
+
+    def _restore(self, state: Any) -> None:
+        self.state = self._lifted(state)
+        self.tensor.copy_(self.state.scale)
+        self.follow()
+
+
+def clip_factor_on_host(norm: float, max_norm: float) -> float:
+    """Return `clip_factor` of plain numbers, bit for bit as torch's kernels compute it.
+
+    Every number is rounded to float32; torch divides a number by a tensor as number x
+    reciprocal.
+
+    Example:
+        >>> clip_factor_on_host(4.0, 1.0), clip_factor_on_host(0.5, 1.0)
+        (0.24999994039535522, 1.0)
+    """
+    reciprocal = single(1.0 / single(norm + single(CLIP_EPSILON)))
+    return min(1.0, single(single(max_norm) * reciprocal))  # 1 if it is NaN
+
+
+def rounded(scale: float) -> float:
+    """Return a scale as float32 holds it; some policies keep a wider number."""
+    return single(min(scale, FLOAT32_MAX))
+
+
+def started_near(policy: Policy, scale: float) -> Any:
+    """Return the policy's initial state at this scale, or as close as it can start."""
+    low, high, _ = bounds_of(policy)
+    scale = min(max(scale, low), high)
+    for start in (scale, 2.0 ** math.floor(math.log2(scale))):
+        try:
+            return initial(policy, start)
+        except PolicyError:  # some start at powers of two only
+            continue
+    return policy.init()

@@ -15,24 +15,28 @@ from torch.amp.grad_scaler import OptState
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.collectives import NormGroup, ProcessGroups
-from buoy._backends.torch.gradients import clamp_, gather_summed, parameters_of
+from buoy._backends.torch.gradients import clamp_, gather, parameters_of
 from buoy._backends.torch.losses import scale_gradient
 from buoy._backends.torch.names import Names
 from buoy._core.errors import OptionError
 from buoy._core.policies.policy import Policy
-from buoy._core.policies.static import NoScaling
 from buoy._core.spikes import SpikeGuard
 from buoy._core.watch import PATIENCE, OnStuck
-from buoy.torch import errors
+from buoy.torch import errors, step
 from buoy.torch.contract import TorchContract, TorchGradScaler
-from buoy.torch.distributed import Agreement
+from buoy.torch.distributed import Sharing
+from buoy.torch.features import compiled, groups, guard, rerun
+from buoy.torch.features.hints import Hints
+from buoy.torch.features.joint import Joint
+from buoy.torch.features.masters import Fp16Parameters
+from buoy.torch.features.spikes import Spikes
 from buoy.torch.gates import AdvanceOn, make_gates
-from buoy.torch.hooks import Extension, Hooks, compiled, feature, is_foreign
-from buoy.torch.iteration import Iteration, Work
+from buoy.torch.hooks import Hooks
+from buoy.torch.iteration import Iteration
 from buoy.torch.options import Fp16Params, Options, checked_clip, checked_threshold
 from buoy.torch.outcome import LastStep
+from buoy.torch.pending import Pending
 from buoy.torch.step_log import StepLog
-from buoy.torch.survey import Surveyor
 
 if TYPE_CHECKING:
     import os
@@ -82,6 +86,8 @@ class GradScaler(TorchContract):
         True
     """
 
+    _hints: Hints
+
     def __init__(
         self,
         device: str = "cuda",
@@ -126,26 +132,38 @@ class GradScaler(TorchContract):
             managed=managed,
         )
         names = Names(model, named_parameters) if enabled else Names()
-        self._assemble(options, names, Agreement(process_group, norm_group))
+        self._assemble(options, names, Sharing(process_group, norm_group))
         if self._enabled and trace is not None:
-            feature("record").record(self, trace)
+            from buoy.torch.features.record import record  # noqa: PLC0415 - seldom used
 
-    def _assemble(self, options: Options, names: Names, agreement: Agreement) -> None:
+            record(self, trace)
+
+    def _assemble(self, options: Options, names: Names, sharing: Sharing) -> None:
         """Create every attribute; also for copies, scale groups and pickles."""
-        self._options, self._names, self._agreement = options, names, agreement
-        self._loss_scale = options.scale()
-        TorchGradScaler.__init__(self, **options.of_torch())
-        self._iteration = Iteration(self._loss_scale.wants)
-        self._log = StepLog(names, options.on_stuck, options.patience, agreement)
-        self._hooks = Hooks(self, options if self._enabled else None)
+        self._options = options
+        self._names = names
+        self._sharing = sharing
+        plan = options.plan()
+        policy = plan.policy
+        self._loss_scale = plan
+        self._numbers = options.numbers(policy)
+        TorchGradScaler.__init__(self, **options.of_torch(policy))
+        self._iteration = Iteration(checks_loss="loss_finite" in policy.wants)
+        self._log = StepLog(names, options.on_stuck, options.patience)
+        self._family = [self]
         if not self._enabled:
-            del self._loss_scale  # as in torch, whose numbers do not exist either
+            self._hooks = Hooks(self)
+            del self._loss_scale, self._numbers  # as in torch, which has none either
             return
-        self._init_scale = self._loss_scale.init_scale
-        self._per_optimizer_states = defaultdict(Work)
-        fp16 = feature("masters").Fp16Parameters(options.fp16_params)
-        parts = self._loss_scale, agreement, names, self._hooks, self._iteration, fp16
-        self._surveyor = Surveyor(*parts, self._log.watch)
+        self._init_scale = float(plan.state.scale)
+        self._per_optimizer_states = defaultdict(Pending)
+        self._fp16 = Fp16Parameters(options.fp16_params)
+        self._hints = Hints()
+        self._hooks = Hooks(self, self._hints)
+        if isinstance(options.spike_guard, SpikeGuard):
+            self._hooks.add(Spikes(options.spike_guard))
+        if options.skip == "joint":
+            self._hooks.add(Joint())
         if options.device == "cpu":
             backend.self_test(torch.device("cpu"))
 
@@ -165,23 +183,31 @@ class GradScaler(TorchContract):
         self._flush()
         if self._enabled and self._per_optimizer_states:
             raise errors.mid_iteration()
-        groups = self._hooks.find("groups")
-        own = {"options": self._options, "state": self.state_dict()}
-        own["groups"] = {} if groups is None else groups.options()
-        return {**own, "agreement": self._agreement, "extra": self._extra()}
+        return {
+            "options": self._options,
+            "state": self.state_dict(),
+            "groups": groups.options_of(self),
+            "sharing": self._sharing,
+            "extra": self._extra(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._assemble(state["options"], Names(), state["agreement"])
+        self._assemble(state["options"], Names(), state["sharing"])
         self.__dict__.update(state["extra"])
         for name, options in state["groups"].items():
-            feature("groups").restore(self, name, options)
+            groups.restore(self, name, options)
         if self._enabled:
             self.load_state_dict(state["state"])
 
-    def _extra(self) -> dict[str, Any]:
-        """Return the attributes that a subclass or a user has added."""
-        own = vars(TorchGradScaler("cpu")).keys() | TorchContract.__annotations__.keys()
-        return {name: value for name, value in vars(self).items() if name not in own}
+    def _why_no_gradients(self, optimizer: Any) -> str:
+        return self._hints.why_no_gradients(optimizer)
+
+    def _is_clipping_while_scaled(self) -> bool:
+        return self._hints.clipped
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        """Warn, once for each topic."""
+        self._hints.warn(topic, message)
 
     def loss_fn(
         self, function: Callable[..., torch.Tensor]
@@ -206,8 +232,8 @@ class GradScaler(TorchContract):
 
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = function(*args, **kwargs)
-            self._note_loss(loss)
-            return scale_gradient(loss, self._loss_scale.now().tensor.to(loss.device))
+            scale = self._note_loss(loss).tensor
+            return scale_gradient(loss, scale.to(loss.device))
 
         return wrapped
 
@@ -239,21 +265,33 @@ class GradScaler(TorchContract):
             >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
             tensor(10.)
         """
-        ranks = self._enabled and self._agreement.active
-        max_norm, order = checked_clip(max_norm, norm_type, ranks=ranks)
-        error = error_if_nonfinite
+        several = self._enabled and self._ranks.several
+        max_norm, order = checked_clip(max_norm, norm_type, ranks=several)
         if not self._enabled:
             some = [x for x in parameters_of(optimizer) if x.numel()]  # torch needs it
-            norm = torch.nn.utils.clip_grad_norm_(some, max_norm, order, error)
+            norm = torch.nn.utils.clip_grad_norm_(
+                some, max_norm, order, error_if_nonfinite
+            )
             self._log.norms.setdefault(id(optimizer), norm)
             return norm
         if torch.compiler.is_dynamo_compiling():
-            return compiled().clip(self, optimizer, max_norm, order, error)  # type: ignore[no-any-return]
-        work = self._work(optimizer, "clip_grad_norm_")
-        ready = work["stage"] is OptState.READY
-        if ready and (is_foreign(self._unscale_grads_) or is_foreign(self.unscale_)):
-            self.unscale_(optimizer)
-        return self._surveyor.clip(work, max_norm, order, error=error)
+            return compiled.clip(
+                self, optimizer, max_norm, order, error=error_if_nonfinite
+            )
+        scale = self._placed("clip_grad_norm_")
+        pending = self._pending(optimizer, "clip_grad_norm_")
+        if pending.stage is OptState.READY and (
+            self._is_overridden("unscale_") or self._is_overridden("_unscale_grads_")
+        ):
+            self.unscale_(optimizer)  # a subclass unscales in its own way
+        return step.clip(
+            self,
+            scale,
+            pending,
+            max_norm,
+            order,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def clip_grad_value_(
         self,
@@ -274,19 +312,20 @@ class GradScaler(TorchContract):
         """
         limit = checked_threshold("clip_value", clip_value, wait=True)
         if self._enabled:
-            work = self._work(optimizer, "clip_grad_value_")
-            if work["stage"] is OptState.READY and not self._agreement.active:
+            self._placed("clip_grad_value_")
+            pending = self._pending(optimizer, "clip_grad_value_")
+            if pending.stage is OptState.READY and not self._ranks.several:
                 self.clip_grad_norm_(optimizer, math.inf)  # measure before it changes
-            if work["stage"] is OptState.READY:
+            if pending.stage is OptState.READY:
                 self.unscale_(optimizer)
         with torch.no_grad():
-            clamp_(gather_summed(optimizer), limit)
+            clamp_(gather(optimizer, summed=True), limit)
 
     @property
     def last_step(self) -> LastStep | None:
         """The outcome of the last step; None before the first."""
         if self._log.compiled is not None:
-            compiled().report(self)
+            compiled.report(self)
         return self._log.last
 
     def last_step_of(self, optimizer: Any) -> LastStep | None:
@@ -296,25 +335,10 @@ class GradScaler(TorchContract):
         return outcome if outcome and outcome.optimizer is optimizer else None
 
     @property
-    def policy(self) -> Policy:
-        """The policy that moves the scale."""
-        return self._loss_scale.policy if self._enabled else NoScaling()
-
-    @property
-    def trace(self) -> "Recorder | None":
-        """The recorder; None if the run is not recorded, or by another rank."""
-        found = self._hooks.find("record")
-        return None if found is None else found.recorder
-
-    @property
     def spikes(self) -> int:
         """The number of steps that the spike guard has skipped or clipped."""
-        found = self._hooks.find("spikes")
+        found = self._hooks.find(Spikes)
         return 0 if found is None else found.count()
-
-    def attach(self, extension: Extension) -> None:
-        """Attach an extension, whose hooks are called in every iteration."""
-        self._hooks.add(extension)
 
     def gate(
         self, *things: Any, optimizer: Any = None, advance_on: AdvanceOn = "applied"
@@ -335,7 +359,7 @@ class GradScaler(TorchContract):
         only: it updates every scale group that stepped.  Options (`init_scale`, ...)
         are copied from it unless passed at first (docs/guides/several-losses.md).
         """
-        made: Self = feature("groups").group(self, name, options)
+        made: Self = groups.group(self, name, options)
         return made
 
     def run(self, step_fn: Callable[[], _R], *optimizers: Any, retries: int = 6) -> _R:
@@ -345,8 +369,7 @@ class GradScaler(TorchContract):
         `run` then steps and updates, unless `step_fn` did.  After `retries` re-runs the
         batch is skipped (docs/guides/retry.md).
         """
-        result: _R = feature("rerun").run(self, step_fn, optimizers, retries)
-        return result
+        return rerun.run(self, step_fn, optimizers, retries)
 
     def guard(self, *models: torch.nn.Module) -> None:
         """Restore the buffers of these models when their step is skipped.
@@ -354,7 +377,7 @@ class GradScaler(TorchContract):
         `update` restores the values from before the iteration's first forward pass in
         training mode, without a host read (docs/guides/retry.md).
         """
-        feature("guard").guard(self, models)
+        guard.guard(self, models)
 
     def measure_underflow(self, step_fn: Callable[[], Any], **options: Any) -> Any:
         """Measure the share of gradient values that underflow at the current scale.

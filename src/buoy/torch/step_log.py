@@ -5,6 +5,7 @@ numbers stay on the device and are copied to the host in batches, without waitin
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,31 +20,37 @@ from buoy._backends.torch.names import Names
 from buoy._backends.torch.reader import AsyncReader
 from buoy._core.step import Row
 from buoy._core.verdicts import HISTORY, Verdict, judge_losses
-from buoy._core.watch import Watch
-from buoy.torch.distributed import Agreement, late_error
-from buoy.torch.hooks import Hooks
-from buoy.torch.iteration import Iteration, Work
-from buoy.torch.outcome import Context, LastStep
-from buoy.torch.policy_runner import Evidence
+from buoy._core.watch import OnStuck, Watch
+from buoy.torch.distributed import late_error
+from buoy.torch.outcome import Clues, LastStep, weak_reference
+from buoy.torch.pending import Pending
+from buoy.torch.scale import Evidence, Number
 
 if TYPE_CHECKING:
     from buoy.torch.gates import Gate
+    from buoy.trace import Recorder
 
 __all__ = ["Ended", "Entry", "StepLog"]
 
 _BATCH = 16  # steps whose numbers are copied together
-Number = float | torch.Tensor
+_NOT_MEASURED = float("nan")  # in a copy from the device
 
 
 class Ended(NamedTuple):
     """An iteration that `update` has ended."""
 
-    works: list[Work]
+    pendings: list[Pending]
     evidence: Evidence | None  # None: the scale was set by hand
-    iteration: Iteration
+    losses: Sequence[Number]
     step: int
-    scales: tuple[Number, Number]  # before and after
+    scale: Number
+    next_scale: Number
     home: torch.device
+
+    @property
+    def stepped(self) -> list[LastStep]:
+        """The outcomes of the optimizers that have stepped or were skipped."""
+        return [one.outcome for one in self.pendings if one.outcome is not None]
 
 
 class Entry(NamedTuple):
@@ -51,7 +58,7 @@ class Entry(NamedTuple):
 
     step: int
     time: float
-    measured: tuple[bool, ...]  # which of norm, amax, loss, spike are known
+    measured: tuple[str, ...]  # which of norm, amax, loss, spike are in the copy
     outcome: LastStep | None  # None: inspected, but not stepped
     watched: bool  # the watch already has this step
 
@@ -59,128 +66,159 @@ class Entry(NamedTuple):
 class StepLog:
     """The steps of one scaler: the last outcomes, and rows for the recorder."""
 
-    def __init__(
-        self, names: Names, on_stuck: Any, patience: int, agreement: Agreement
-    ) -> None:
+    def __init__(self, names: Names, on_stuck: OnStuck, patience: int) -> None:
+        self._names = names
         self.history: deque[Number] = deque(maxlen=HISTORY)  # losses of earlier steps
-        self.context = Context(names, self.history, agreement)
         self.watch = Watch(on_stuck, patience, logger="buoy.torch")
         self.gates: list[Gate] = []
         self.last: LastStep | None = None
         self.compiled: Any = None  # the outcome of a compiled step; not read yet
         self.by_optimizer: dict[int, LastStep] = {}
         self.norms: dict[int, torch.Tensor] = {}  # of a disabled scaler's optimizers
+        self.recorder: Recorder | None = None
         self.record: Callable[[Row, Entry], None] | None = None  # takes every row
         self._late = AsyncReader(every=min(patience, _BATCH))
 
+    # -- a step ------------------------------------------------------------------------
+
     def add(
         self,
-        work: Work,
+        pending: Pending,
         found: torch.Tensor | None,
         scale: Number,
         losses: Sequence[Number],
+        verdict: Verdict | None = None,
     ) -> LastStep:
-        """Log the outcome of an optimizer's step."""
-        outcome = LastStep(self.context, work, found, scale, losses)
-        work.outcome, self.last, self.compiled = outcome, outcome, None
-        key = id(work.optimizer)
-        self.by_optimizer[key] = outcome
-        if work.finite is not False:
-            self.context.examined.discard(key)
-        return outcome
+        """Log the outcome of an optimizer's step; return its record."""
+        outcome = LastStep(
+            self._clues(pending, losses),
+            found=found,
+            applied=False if found is None else pending.applied,
+            scale=scale,
+            norm=pending.norm,
+            verdict=verdict,
+        )
+        return self.keep(pending.optimizer, outcome)
+
+    def _clues(self, pending: Pending, losses: Sequence[Number]) -> Clues:
+        """Keep what the reason for a skip is found from."""
+        optimizer = weak_reference(pending.optimizer)
+        if pending.first is None:
+            pending.note_first()
+        if pending.applied:
+            return Clues(
+                optimizer, self._names, first=pending.first, spike=pending.spike
+            )
+        norms: Sequence[torch.Tensor] = ()
+        params: list[torch.Tensor] = []
+        if pending.survey is not None and pending.gathered is not None:
+            norms = pending.survey.parts
+            params = pending.gathered.params if len(norms) else []
+        return Clues(
+            optimizer,
+            self._names,
+            losses=tuple(losses),
+            history=tuple(self.history),
+            params=tuple(map(weakref.ref, params)),
+            norms=norms,
+            first=pending.first,
+            spike=pending.spike,
+        )
 
     def add_unscaled(self, optimizer: Any) -> None:
         """Log a step of a disabled scaler: always applied."""
-        work = Work()
-        work.optimizer, work.norm = optimizer, self.norms.pop(id(optimizer), None)
-        outcome = self.add(work, None, 1.0, ())
-        outcome._applied, outcome._next = True, 1.0
-        if outcome._first is not None:  # measurable if written by backward only
-            outcome._first = outcome._first[0], 0
+        outcome = LastStep(
+            Clues(weak_reference(optimizer), self._names),
+            found=None,
+            applied=True,
+            scale=1.0,
+            norm=self.norms.pop(id(optimizer), None),
+            next_scale=1.0,
+        )
+        self.keep(optimizer, outcome)
 
-    def end(self, ended: Ended, hooks: Hooks) -> None:
-        """Log an iteration, and report it to the features and the gates."""
-        try:
-            self._conclude(ended)
-        finally:
-            try:
-                for hook in hooks.concluded:
-                    hook(ended.works)
-            finally:
-                if self.gates and "groups" not in hooks.by_key:  # its update opens them
-                    self.open_gates([one.outcome for one in ended.works if one.outcome])
+    def keep(self, optimizer: Any, outcome: LastStep) -> LastStep:
+        """Make this the last step, of all and of its optimizer."""
+        self.compiled = None
+        self.last = outcome
+        self.by_optimizer[id(optimizer)] = outcome
+        return outcome
 
-    def _conclude(self, ended: Ended) -> None:
-        """Log an iteration; may warn or raise, as `on_stuck` says."""
-        losses, evidence, stepped = ended.iteration.losses, ended.evidence, []
-        finite = None if evidence is None else evidence.finite
-        for work in ended.works:
-            if (outcome := work.outcome) is not None:
-                stepped.append(outcome)
-                outcome._next = ended.scales[1]
-                if finite and outcome._applied is False:
-                    finite = False  # skipped for a reason other than overflow
+    # -- an iteration ------------------------------------------------------------------
+
+    def end(self, ended: Ended) -> None:
+        """Complete the records of an iteration; tell the watch and the recorder.
+
+        May warn or raise, as `on_stuck` says.
+        """
+        for outcome in ended.stepped:
+            outcome.complete(ended.next_scale)
+        finite = None if ended.evidence is None else ended.evidence.finite
+        if finite and any(one.known is False for one in ended.stepped):
+            finite = False  # skipped for a reason other than overflow
         try:
             if finite is not None:
-                self._note(ended, stepped, finite=finite)
-            if (finite is None and evidence is not None) or (self.record and stepped):
-                self._write(ended, stepped)
+                self._tell_watch(ended, finite=finite)
+            late = finite is None and ended.evidence is not None
+            if late or (self.record and ended.stepped):
+                self._write(ended)
         finally:
-            if losses and finite and len(losses) == 1:
-                self.history.append(losses[0])
-            elif losses and finite is not False:
+            if ended.losses and finite is not False:
                 self.history.append(_largest_loss(ended))
 
-    def _note(self, ended: Ended, steps: list[LastStep], *, finite: bool) -> None:
+    def _tell_watch(self, ended: Ended, *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
-        before, after = ended.scales
-        bad = None if finite else next((x for x in steps if x._applied is False), None)
-        if finite or (bad is None and steps):
-            one = ended.works[0] if len(ended.works) == 1 else None
-            norm, amax = (one.norm, one.amax) if one else _sizes(ended)
-            if amax is not None and self.context.agreement.active:
-                known = all("amax_log2" in work.measured for work in ended.works)
-                amax = amax if known else None  # that of one rank alone
-            scale: Any = after
-            if not isinstance(after, float):
-                scale = partial(backend.read_one, after)
-            size = None if norm is not None or amax is None else backend.known(amax)
-            if size and isinstance(before, float):
-                size /= before
-            norm = None if norm is None else backend.known(norm)
-            self.watch.applied(scale, norm=norm, amax=size)
+        after = ended.next_scale
+        bad = None
+        if not finite:
+            bad = next((one for one in ended.stepped if one.known is False), None)
+        if finite or (bad is None and ended.stepped):
+            self._tell_applied(ended)
         elif bad is not None:
             self.watch.skipped(backend.read_one(after), bad.verdict, bad.offenders)
         else:  # checked and non-finite, but the user did not call `step`
-            history = backend.read(list(self.history))
-            losses = backend.read(list(ended.iteration.losses))
-            self.watch.skipped(backend.read_one(after), judge_losses(losses, history))
+            losses = backend.read(ended.losses)
+            verdict = judge_losses(losses, backend.read(list(self.history)))
+            self.watch.skipped(backend.read_one(after), verdict)
 
-    def _write(self, ended: Ended, stepped: list[LastStep]) -> None:
+    def _tell_applied(self, ended: Ended) -> None:
+        norm, amax = _sizes(ended)
+        size = None if norm is not None or amax is None else backend.known(amax)
+        if size and isinstance(ended.scale, float):
+            size /= ended.scale
+        self.watch.applied(
+            ended.next_scale
+            if isinstance(ended.next_scale, float)
+            else partial(backend.read_one, ended.next_scale),
+            norm=None if norm is None else backend.known(norm),
+            amax=size,
+        )
+
+    def _write(self, ended: Ended) -> None:
         """Make a step's row now, or start copying its numbers to the host."""
-        bad = [one for one in stepped if one._applied is False]
+        stepped = ended.stepped
+        bad = [one for one in stepped if one.known is False]
         outcome = bad[0] if bad else stepped[-1] if stepped else None
-        known = bool(stepped) and all(one._applied is not None for one in stepped)
-        flag: Number | None = float(bool(bad))
-        if not known and outcome is not None:
-            flag = outcome.found
-        if not known and ended.evidence and (not outcome or outcome._spike is None):
-            flag = ended.evidence.found  # without vetoes of the spike guard
-        losses, iteration = ended.iteration.losses, ended.iteration
-        loss = losses[-1] if losses else None
-        if len(losses) > 1 and not known:  # NaN if any of them is not finite
-            each = torch.stack([backend.scalar(one, ended.home) for one in losses])
-            loss = each[-1] + (each * 0.0).sum()
-        measured = (*_sizes(ended), loss, outcome._spike if outcome else None)
-        numbers = [flag, iteration.differs, *ended.scales, *measured]
-        iteration.differs = None
-        has = tuple(number is not None for number in measured)
-        entry = Entry(ended.step, time.time(), has, outcome, known)
-        values = [value for x in numbers if (value := backend.known(x)) is not None]
-        if len(values) == len(numbers):
-            self._add_row(values, entry)
+        known = bool(stepped) and all(one.known is not None for one in stepped)
+        norm, amax = _sizes(ended)
+        differs = [one.differs for one in ended.pendings if one.differs is not None]
+        numbers: dict[str, Number | None] = {
+            "skipped": float(bool(bad)) if known else _flag(ended, outcome),
+            "differs": differs[-1] if differs else 0.0,
+            "scale": ended.scale,
+            "next_scale": ended.next_scale,
+            "norm": norm,
+            "amax": amax,
+            "loss": _last_loss(ended, known=known),
+            "spike": None if outcome is None else outcome.clues.spike,
+        }
+        measured = {name: x for name, x in numbers.items() if x is not None}
+        entry = Entry(ended.step, time.time(), tuple(measured), outcome, known)
+        values = [backend.known(x) for x in measured.values()]
+        if None not in values:
+            self._add_row([x for x in values if x is not None], entry)
             return
-        tensors = [backend.scalar(0.0 if x is None else x, ended.home) for x in numbers]
+        tensors = [backend.scalar(x, ended.home) for x in measured.values()]
         self._late.post(torch.stack(tensors), entry)
         self.collect()
 
@@ -189,29 +227,22 @@ class StepLog:
         for values, entry in self._late.drain() if wait else self._late.collect():
             self._add_row(values, entry)
 
-    def _add_row(self, values: list[float], entry: Entry) -> None:
-        flag, differs, scale, after, *rest = values
-        if differs:
+    def _add_row(self, values: Sequence[float], entry: Entry) -> None:
+        found = dict(zip(entry.measured, values, strict=True))
+        scale = found["scale"]
+        if found["differs"]:
             raise late_error(scale)
-        norm, amax, loss, spike = (
-            x if known else None for x, known in zip(rest, entry.measured, strict=True)
-        )
-        outcome, applied = entry.outcome, not flag > 0
-        offenders: tuple[str, ...] = ()
-        if applied or spike:
-            verdict = Verdict.APPLIED if applied else Verdict.SPIKE
-        elif entry.watched and outcome is not None and outcome._applied is False:
-            verdict, offenders = outcome.verdict, outcome.offenders
-        else:
-            finite = loss is None or isfinite(loss)
-            verdict = Verdict.SCALE_TOO_HIGH if finite else Verdict.FORWARD_NONFINITE
+        loss = found.get("loss")
+        amax = found.get("amax")
+        applied = not found["skipped"] > 0
+        verdict, offenders = _verdict(entry, applied, found.get("spike"), loss)
         row = Row(
             step=entry.step,
             scale=scale,
-            next_scale=after,
+            next_scale=found["next_scale"],
             applied=applied,
             verdict=verdict,
-            norm=norm,
+            norm=found.get("norm"),
             amax=None if amax is None else amax / scale,
             loss=loss,
             offenders=offenders,
@@ -221,7 +252,9 @@ class StepLog:
         if not entry.watched:
             self.watch.note(row, partial(_examine_last, self.last, verdict))
 
-    def open_gates(self, stepped: list[LastStep] | None) -> None:
+    # -- gates -------------------------------------------------------------------------
+
+    def open_gates(self, stepped: Sequence[LastStep] | None) -> None:
         """Advance the gated objects whose optimizers stepped; None: all of them.
 
         If one raises, the others still advance.
@@ -231,12 +264,36 @@ class StepLog:
                 if stepped is None or self._is_due(gate, stepped):
                     due.callback(gate.advance)
 
-    def _is_due(self, gate: "Gate", stepped: list[LastStep]) -> bool:
+    def _is_due(self, gate: "Gate", stepped: Sequence[LastStep]) -> bool:
         if gate.optimizer is not None:
             stepped = [one for one in stepped if gate.follows(one.optimizer)]
             known = (one.optimizer for one in self.by_optimizer.values())
             gate.warn_if_closed(stepped=bool(stepped), others=known)
         return bool(stepped) and (gate.attempted or all(x.applied for x in stepped))
+
+
+def _flag(ended: Ended, outcome: LastStep | None) -> Number | None:
+    """Return whether a step was skipped, as the device has it."""
+    # Not the outcome's own flag, if the spike guard has added to it.
+    if ended.evidence is not None and (outcome is None or outcome.clues.spike is None):
+        return ended.evidence.found
+    return None if outcome is None else outcome.found
+
+
+def _verdict(
+    entry: Entry, applied: bool, spike: float | None, loss: float | None
+) -> tuple[Verdict, tuple[str, ...]]:
+    """Return the reason for a step's outcome, and the offenders, without reading."""
+    if applied:
+        return Verdict.APPLIED, ()
+    if spike:
+        return Verdict.SPIKE, ()
+    outcome = entry.outcome
+    if entry.watched and outcome is not None and outcome.known is False:
+        return outcome.verdict, outcome.offenders
+    if loss is None or isfinite(loss):
+        return Verdict.SCALE_TOO_HIGH, ()
+    return Verdict.FORWARD_NONFINITE, ()
 
 
 def _examine_last(
@@ -248,32 +305,45 @@ def _examine_last(
     return last.verdict, last.offenders
 
 
+def _last_loss(ended: Ended, *, known: bool) -> Number | None:
+    """Return the last loss; if the outcome is not known, NaN if any is not finite."""
+    if len(ended.losses) <= 1 or known:
+        return ended.losses[-1] if ended.losses else None
+    each = torch.stack([backend.scalar(one, ended.home) for one in ended.losses])
+    return each[-1] + (each * 0.0).sum()
+
+
 def _largest_loss(ended: Ended) -> Number:
     """Return the largest loss of an iteration; NaN if its step was skipped."""
-    losses, evidence = ended.iteration.losses, ended.evidence
-    loss = losses[-1]
-    if len(losses) > 1:
-        sizes = [backend.scalar(each, ended.home).abs() for each in losses]
+    loss = ended.losses[-1]
+    if len(ended.losses) > 1:
+        sizes = [backend.scalar(each, ended.home).abs() for each in ended.losses]
         loss = torch.stack(sizes).max()
-    if evidence is None or evidence.finite is not None:
+    if ended.evidence is None or ended.evidence.finite is not None:
         return loss
-    skipped = evidence.found.reshape(()) > 0
+    skipped = ended.evidence.found.reshape(()) > 0
     return backend.scalar(loss, skipped.device).masked_fill(skipped, torch.nan)
 
 
 def _sizes(ended: Ended) -> tuple[Number | None, Number | None]:
     """Combine several optimizers' norms (unscaled) and largest gradients (scaled).
 
-    Unless each has one, and norms of one order, the result is unknown.
+    None where one of them has none, and for norms of different orders.
     """
-    works = ended.works
-    if len(works) == 1:
-        return works[0].norm, works[0].amax
-    norms = [work.norm for work in works if work.norm is not None]
-    sizes = [backend.scalar(x.amax, ended.home) for x in works if x.amax is not None]
-    n = len(works) or None
-    alike = len(norms) == n and len({work.order for work in works}) == 1
-    order = works[0].order if alike else 2.0
-    norm = torch.linalg.vector_norm(torch.stack(norms), order) if alike else None
-    amax = torch.stack(sizes).max() if len(sizes) == n else None
+    pendings = ended.pendings
+    norms = [one.norm for one in pendings if one.norm is not None]
+    sizes = [one.amax for one in pendings if one.amax is not None]
+    norm: Number | None = None
+    if norms and len(norms) == len(pendings):
+        norm = norms[0]
+        orders = {one.order for one in pendings}
+        if len(norms) > 1:
+            norm = None
+            if len(orders) == 1:
+                norm = torch.linalg.vector_norm(torch.stack(norms), orders.pop())
+    amax: Number | None = None
+    if sizes and len(sizes) == len(pendings):
+        amax = sizes[0]
+        if len(sizes) > 1:
+            amax = torch.stack([backend.scalar(x, ended.home) for x in sizes]).max()
     return norm, amax

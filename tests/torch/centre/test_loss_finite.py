@@ -41,7 +41,7 @@ def loss_of(weight, value, dtype=torch.float32):
 def told_of(scaler):
     """Return what the policy was told of the last iteration."""
     scaler.get_scale()  # ends an iteration whose update was deferred
-    return float(scaler._loss_scale.runner.state.told)
+    return float(scaler._loss_scale.state.told)
 
 
 def step(scaler, weight, optimizer, *values, clip=False):
@@ -179,7 +179,7 @@ def test_accumulation_tells_of_all_losses(count):
         for bad in (0, count // 2, count - 1):
             three = made()
             values = [np.inf if i == bad else 0.5 for i in range(count)]
-            with no_host_reads(hidden=True) if hidden else nullcontext():
+            with no_host_reads() if hidden else nullcontext():
                 for value in values[:-1]:
                     three[0].scale(loss_of(three[1], value))
             assert step(*three, values[-1]) == NOT_FINITE
@@ -338,7 +338,9 @@ class Operations(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        if name != "_local_scalar_dense":  # a number of the host is read for free
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -420,7 +422,7 @@ def test_the_host_reads_it_with_the_flag(clip, monkeypatch):
 def test_steps_without_a_host_read_stay_without(kind):
     scaler, weight, optimizer = made(kind, sync="never")
     step(scaler, weight, optimizer, 0.5)
-    with no_host_reads(hidden=True):
+    with no_host_reads():
         scaler.scale((weight - weight.detach()).sum() + np.inf).backward()
         scaler.step(optimizer)
         scaler.update()

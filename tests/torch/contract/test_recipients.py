@@ -62,25 +62,6 @@ def test_a_factor_of_its_own_is_kept():
     assert optimizer.given == [(256.0, 0.0)]
 
 
-@pytest.mark.parametrize("kind", ["noting", "fused adamw"])
-def test_the_norm_is_measured_where_it_is_known_what_is_in_grad(kind):
-    """Torch's kernels leave unscaled gradients; of others nobody knows."""
-    model, other = net(), net()
-    optimizer = (
-        Noting(model.parameters())
-        if kind == "noting"
-        else OPTIMIZERS[kind](model.parameters())
-    )
-    scaler = GradScaler("cpu", init_scale=64.0)
-    train(scaler, model, optimizer, ["ok"])
-    loss_of(other, 0).backward()
-    norm = torch.cat([p.grad.flatten() for p in other.parameters()]).norm().item()
-    expected = None if kind == "noting" else pytest.approx(norm, rel=1e-6)
-    assert scaler.last_step.norm == expected
-    train(scaler, model, optimizer, ["inf"])
-    assert scaler.last_step.norm == float("inf")
-
-
 @pytest.mark.parametrize("wrapped", [None, Forwarding, ForwardingAll])
 @pytest.mark.parametrize("clip", [False, True])
 def test_gradients_that_it_divides_are_not_written(wrapped, clip):

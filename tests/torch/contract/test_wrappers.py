@@ -173,35 +173,6 @@ class SelfUnscaling(torch.optim.Optimizer):
                 param.sub_(0.1 * param.grad / self.grad_scale)
 
 
-@pytest.mark.parametrize("event", ["ok", "inf"])
-def test_the_norm_is_never_that_of_scaled_gradients(event):
-    """Of an optimizer that keeps to itself what it makes of them it is not known."""
-    model = net()
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    optimizer = SelfUnscaling(model.parameters())
-    train(scaler, model, optimizer, [event])
-    norm = scaler.last_step.norm
-    assert norm is None if event == "ok" else norm == float("inf")
-
-
-def test_the_norm_of_a_partner_that_was_not_stepped_is_unscaled():
-    """A fused one leaves its gradients scaled if another one's overflow holds it up."""
-    first, second = net(), net(1)
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (first, second)
-    ]
-    scaler = GradScaler("cpu", init_scale=1024.0, skip="joint")
-    loss = loss_of(first, 0) + loss_of(second, 0)
-    wanted = torch.autograd.grad(loss, list(second.parameters()), retain_graph=True)
-    scaler.scale(loss).backward()
-    spoil(first, "inf")
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    norm = scaler.last_step_of(optimizers[1]).norm
-    assert norm == pytest.approx(torch.nn.utils.get_total_norm(wanted).item(), rel=1e-5)
-
-
 class Calls(GradScaler):
     """Overrides what libraries override."""
 

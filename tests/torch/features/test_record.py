@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import buoy.trace
 from buoy._backends.torch.exponents import SAMPLE, exponents
 from buoy._core.feed import BINS
 from buoy.torch import GradScaler
+from buoy.torch.features.record import Record
 from buoy.trace import Counts, Recorder, TraceWarning
 
 EVENTS = ["ok", "inf", "ok", "ok", "nan", "ok"]
@@ -32,14 +34,14 @@ def recorded(tmp_path, *, fused=False, hidden=False, clip=False, policy=None, ev
     for step, event in enumerate(events):
         optimizer.zero_grad()
         loss = loss_of(model, step)
-        with no_host_reads(hidden=hidden):
+        with no_host_reads() if hidden else nullcontext():
             scaled = scaler.scale(loss)
         scaled.backward()
         size = max(p.grad.abs().max().item() for p in model.parameters())
         scale = scaler.get_scale()
         total = [p.grad.flatten() / scale for p in model.parameters()]
         spoil(model, event)
-        with no_host_reads(hidden=hidden):
+        with no_host_reads() if hidden else nullcontext():
             if clip:
                 scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
@@ -151,7 +153,7 @@ def test_nothing_changes_by_being_recorded(tmp_path, loop):
 def test_off_is_off(tmp_path, monkeypatch):
     """No extension, no recorder; and a disabled scaler leaves no file."""
     assert GradScaler("cpu").trace is None
-    assert GradScaler("cpu")._hooks.find("record") is None
+    assert GradScaler("cpu")._hooks.find(Record) is None
     off = GradScaler("cpu", enabled=False, trace=tmp_path / "run.buoy")
     assert off.trace is None
     monkeypatch.setenv("RANK", "1")
@@ -165,7 +167,7 @@ def test_copies_do_not_write_to_the_same_file(tmp_path):
     scaler = GradScaler("cpu", trace=tmp_path / "run.buoy")
     for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):  # noqa: S301
         assert other.trace is None
-        assert other._hooks.find("record") is None
+        assert other._hooks.find(Record) is None
     scaler.trace.close()
 
 

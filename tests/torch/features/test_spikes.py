@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,7 +149,7 @@ def test_the_spike_guard_reads_nothing_on_the_host():
         scaler = scaler_with(QUICK, sync=sync)
         train(scaler, model, optimizer, range(10))
         steps = [v["step"] for v in optimizer.state.values()]
-        with no_host_reads(hidden=True, allowed=steps):
+        with no_host_reads(allowed=steps):
             train(scaler, model, optimizer, range(10, 16), {14})
 
         assert 1 == scaler.spikes
@@ -238,7 +237,7 @@ def test_an_optimizer_that_checks_for_itself_is_refused(mode):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_recorded_spike_is_called_one(tmp_path, hidden):
     """Also where the host learns of the skip later."""
-    mode = partial(no_host_reads, hidden=True) if hidden else nullcontext
+    mode = no_host_reads if hidden else nullcontext
     model = net()
     optimizer = OPTIMIZERS["fused adamw"](model.parameters())
     scaler = scaler_with(QUICK, trace=tmp_path / "run.buoy")

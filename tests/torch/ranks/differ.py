@@ -111,7 +111,7 @@ def own_line() -> Any:
     scaler = GradScaler("cpu", 64.0)
     scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
     scaler.step(optimizer)
-    (line,) = scaler._agreement.ranks.send_groups(torch.device("cpu"))
+    (line,) = scaler._sharing.communicator.send_groups(torch.device("cpu"))
     return dist.get_backend(), line is dist.group.WORLD
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from buoy._backends import torch as backend
 from buoy.torch import GradScaler, OptionError, RankMismatchError
+from buoy.torch.step import gather_gradients, inspect_gradients
 from tests.told import Told
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -259,9 +260,9 @@ def overlaps(fused: bool) -> bool:
     if dist.get_rank() == 1:
         store.wait([key])
     if fused:
-        work = scaler._per_optimizer_states[id(optimizer)]
-        work.optimizer = optimizer
-        scaler._surveyor.agree(work, scaler._surveyor.check(work))
+        pending = scaler._pending(optimizer, "step")
+        gather_gradients(scaler, pending, allow_fp16=True)
+        inspect_gradients(scaler, scaler._placed("step"), pending)
     else:
         scaler.unscale_(optimizer)
     if dist.get_rank() == 0:
@@ -306,7 +307,7 @@ def unread(kind: str, clip: bool, policy: str | None) -> Any:
         if step < 2:  # the first looks at what it trains, and the second compares
             _finish_unread(scaler, optimizer, loss, clip)
         else:
-            with no_host_reads(hidden=True):
+            with no_host_reads():
                 bad = step == 3 and dist.get_rank() == 1
                 _finish_unread(scaler, optimizer, loss, clip, bad=bad)
         found.append((scaler.last_step.applied, scaler.get_scale()))
@@ -329,13 +330,13 @@ def told(kind: str, clip: bool, hidden: bool, silent: int | None) -> Any:
         if rank != silent or step == 0:
             loss = scaler.scale(loss)
         loss.backward()
-        reads = no_host_reads(hidden=True) if hidden and step > 1 else nullcontext()
+        reads = no_host_reads() if hidden and step > 1 else nullcontext()
         with reads:
             if clip:
                 scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
-        found.append(float(scaler._loss_scale.runner.state.told))
+        found.append(float(scaler._loss_scale.state.told))
     return found
 
 
@@ -355,7 +356,7 @@ def told_of_sharded_losses() -> Any:
         scaler.scale(losses).sum().backward()
         scaler.step(optimizer)
         scaler.update()
-        found.append(scaler._loss_scale.runner.state.told)
+        found.append(scaler._loss_scale.state.told)
     return found
 
 
@@ -371,7 +372,7 @@ def untold() -> Any:
         (scaler.scale(loss) if scales else loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        found.append(scaler._loss_scale.runner.state.told)
+        found.append(scaler._loss_scale.state.told)
     return found
 
 
@@ -420,25 +421,6 @@ def zeros_of_one_rank(policy: str | None, traced: str | None) -> int:
         scaler.step(optimizer)
         scaler.update()
     return scaler._log.watch.steps
-
-
-def half_losses(silent: int | None) -> Any:
-    """Train with tiny FP16 losses; say the scales, and whether every step counted."""
-    model = layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = GradScaler("cpu", policy="loss_ahead")
-    steps = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        if dist.get_rank() != silent:
-            weight = model.weight.half()
-            scaler.scale((weight * 1e-2).square().mean()).backward()
-        else:
-            scaler.scale(model(torch.zeros(1, 3)).sum() * 0.0).backward()
-        scaler.step(optimizer)
-        steps.append((scaler.last_step.scale, scaler.last_step.applied))
-        scaler.update()
-    return steps
 
 
 # -- norms ----------------------------------------------------------------------------

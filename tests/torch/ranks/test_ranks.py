@@ -295,16 +295,6 @@ def test_a_loss_that_jumps_on_one_rank_is_foreseen_by_all(silent, crew_of):
     assert runs[0][10] <= runs[0][9] / 2**10
 
 
-@pytest.mark.parametrize("silent", [None, 0])
-def test_an_fp16_loss_caps_the_scale_of_all_ranks(silent, crew_of):
-    """At most 2^15, also if the loss of one rank is FP32; no step overflows."""
-    runs = crew_of(2).run(tasks.half_losses, silent)
-
-    assert runs[0] == runs[1]
-    assert all(applied for _, applied in runs[0])
-    assert 2.0**15 == max(scale for scale, _ in runs[0])
-
-
 def test_gradients_too_small_on_one_rank_are_so_for_all(crew_of):
     """Of the share that underflows, ranks take the largest."""
     nobody, one, other = (

@@ -5,7 +5,6 @@ so.  Torch's amp kernel is used if it exists and passes `kernel_works`; the fall
 bit-identical results.
 """
 
-import ctypes
 import math
 from collections.abc import Sequence
 
@@ -14,16 +13,10 @@ import torch
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, register_ops
 
 __all__ = [
-    "HostCount",
-    "HostView",
     "amax",
     "any_nonfinite",
     "check_and_multiply_",
     "check_and_multiply_plainly_",
-    "exact_norm",
-    "host_count",
-    "host_value",
-    "host_view",
     "in_host_memory",
     "kernel_works",
     "known",
@@ -31,18 +24,15 @@ __all__ = [
     "local",
     "magnitude",
     "multiply_",
-    "narrowed",
     "nonfinite",
     "norms",
     "ops",
     "read",
-    "read_host_memory",
     "read_one",
     "reciprocal",
     "scalar",
     "self_test",
     "value_or_copy",
-    "values",
 ]
 
 Grads = list[torch.Tensor]
@@ -51,7 +41,6 @@ _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDE = (torch.float32, torch.float64)
-_Float = ctypes.c_float
 
 
 class _Torch:
@@ -260,61 +249,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def read_host_memory(number: torch.Tensor) -> float:
-    """Return the value of a float32 CPU tensor, read directly from memory.
-
-    It neither copies nor waits.  Invalid on other devices and under a compiler: call
-    `in_host_memory` first.
-    """
-    return _Float.from_address(number.data_ptr()).value
-
-
-class HostView(ctypes.c_float):
-    """A view of a float32 CPU tensor's memory: `value` is its current value."""
-
-    storage: torch.UntypedStorage  # keeps the memory alive
-
-
-class HostCount(ctypes.c_int32):
-    """A view of an int32 CPU tensor's memory; setting `value` needs no kernel."""
-
-    storage: torch.UntypedStorage  # keeps the memory alive
-
-
-def host_view(number: torch.Tensor) -> HostView | None:
-    """Return a view of a number; None if it is not in host memory."""
-    if not in_host_memory(number):
-        return None
-    view = HostView.from_address(number.data_ptr())
-    view.storage = number.untyped_storage()
-    return view
-
-
-def host_count(number: torch.Tensor) -> HostCount | None:
-    """Return a view of an int32 number; None if it is not in host memory."""
-    plain = type(number) is torch.Tensor and number.dtype is torch.int32
-    if not (plain and number.is_cpu) or torch.compiler.is_dynamo_compiling():
-        return None
-    view = HostCount.from_address(number.data_ptr())
-    view.storage = number.untyped_storage()
-    return view
-
-
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Return whether `read_host_memory` can read this tensor."""
+    """Return whether the host can read this tensor without waiting."""
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
-        and tensor.dtype is torch.float32
         and not torch.compiler.is_dynamo_compiling()
+        and not _is_transformed(tensor)
     )
 
 
-def host_value(number: torch.Tensor) -> float | None:
+def known(number: float | torch.Tensor) -> float | None:
     """Return a number's value if the host can read it without waiting, else None."""
-    if not in_host_memory(number):
-        return None
-    return _Float.from_address(number.data_ptr()).value
+    if not isinstance(number, torch.Tensor):
+        return float(number)
+    return number.item() if in_host_memory(number) else None
 
 
 def value_or_copy(number: torch.Tensor) -> float | torch.Tensor | None:
@@ -322,11 +271,11 @@ def value_or_copy(number: torch.Tensor) -> float | torch.Tensor | None:
 
     None for tensors on "meta" and in transforms of `torch.func`.
     """
-    if _is_transformed(number):
+    if _is_transformed(number) or number.is_meta:
         return None
-    if in_host_memory(number):
-        return _Float.from_address(number.data_ptr()).value
-    return None if number.is_meta else number.detach().clone()
+    if number.is_complex():
+        number = number.detach().abs()
+    return number.item() if in_host_memory(number) else number.detach().clone()
 
 
 def scalar(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -343,39 +292,10 @@ def read(numbers: Sequence[float | torch.Tensor]) -> list[float]:
         return [float(one) for one in numbers]
     home = tensors[0].device
     packed = torch.stack([t.detach().reshape(()).float().to(home) for t in tensors])
-    found = iter(values(packed))
+    found = iter(packed.tolist())
     return [next(found) if isinstance(n, torch.Tensor) else float(n) for n in numbers]
 
 
 def read_one(number: float | torch.Tensor) -> float:
     """Read a number, and wait for it if it is on a device."""
     return float(number.item()) if isinstance(number, torch.Tensor) else number
-
-
-def known(number: float | torch.Tensor | None) -> float | None:
-    """Return a number that the host can read without waiting, else None; 0 for None."""
-    if isinstance(number, torch.Tensor):
-        seen = host_value(number)
-        return host_value(number.float()) if seen is None else seen
-    return 0.0 if number is None else float(number)
-
-
-def values(vector: torch.Tensor) -> list[float]:
-    """Read a contiguous vector; one of the CPU without waiting."""
-    if not in_host_memory(vector):
-        found: list[float] = vector.tolist()
-        return found
-    return (_Float * vector.numel()).from_address(vector.data_ptr())[:]
-
-
-def exact_norm(grads: Grads, order: float) -> torch.Tensor:
-    """Return the norm of CPU gradients, computed in float64 to avoid overflow."""
-    parts = [torch.linalg.vector_norm(g, order, dtype=torch.float64) for g in grads]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
-    return total
-
-
-def narrowed(norm: torch.Tensor) -> torch.Tensor:
-    """Return a float64 norm in float32, unless the host sees that it does not fit."""
-    small = norm.float()
-    return norm if host_value(small) == math.inf else small

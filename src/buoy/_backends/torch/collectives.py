@@ -23,10 +23,10 @@ from torch import distributed as dist
 from buoy._core.errors import AbsentRankError, OptionError, RankMismatchError
 
 __all__ = [
+    "Communicator",
     "Group",
     "NormGroup",
     "ProcessGroups",
-    "Ranks",
     "checked_group",
     "code_of",
     "different_calls",
@@ -43,12 +43,11 @@ _DOING = {
     "clip": "clipping by a norm (`clip_grad_norm_` or a spike guard)",
     "loss": "scaling a loss that its policy looks at",
     "again": "running a step again (`scaler.run`)",
-    "fit": "raising the scale after a re-run (`scaler.run`)",
     "largest": "clipping by the largest gradient, after `unscale_`",
     "norm": "clipping by a norm, after `unscale_`",
     "parts": "adding up the norms of a model's parts",
 }
-_BYTES = 128  # of every message
+_BYTES = 128  # of every message, its header included
 _HEAD = 16  # bytes of the header
 _GRACE = 3.0  # seconds to wait for the other ranks after a failure
 _POLL = 0.02
@@ -77,16 +76,20 @@ class Reduction:
     """An all-reduce of a few numbers that has started."""
 
     def __init__(
-        self, ranks: "Ranks", doing: str, numbers: torch.Tensor, op: Any
+        self, communicator: "Communicator", doing: str, numbers: torch.Tensor, op: Any
     ) -> None:
-        self._ranks, self._op = ranks, op
-        self._home, self._shape = numbers.device, numbers.shape
-        with ranks.naming_absent():
-            first, *self._rest = ranks.send_groups(self._home)
-        wire = numbers.to(ranks.comm_device(self._home))
+        self._communicator = communicator
+        self._op = op
+        self._home = numbers.device
+        self._shape = numbers.shape
+        if _HEAD + numbers.nbytes > _BYTES:
+            raise AssertionError(f"{numbers.nbytes} bytes do not fit into {_BYTES}")
+        with communicator.naming_absent():
+            first, *self._rest = communicator.send_groups(self._home)
+        wire = numbers.to(communicator.comm_device(self._home))
         self._message = _empty_message(doing, wire.dtype, wire.device).clone()
         _content(self._message, self._shape).copy_(wire)
-        with ranks.naming_absent():
+        with communicator.naming_absent():
             self._work = dist.all_reduce(self._message, op, first, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +97,7 @@ class Reduction:
 
         With NCCL only the device waits.
         """
-        with self._ranks.naming_absent():
+        with self._communicator.naming_absent():
             if self._work is not None:
                 self._work.wait()
             for group in self._rest:
@@ -105,14 +108,22 @@ class Reduction:
         return found, gap
 
 
-class Ranks:
-    """The ranks of some process groups; all of torch.distributed's if none is given."""
+class Communicator:
+    """Messages between the ranks of some process groups.
+
+    All ranks of torch.distributed if no process group is given.
+    """
 
     def __init__(self, given: ProcessGroups = None) -> None:
         # Weak references: a process group must not outlive torch.distributed.
         self._given = None if given is None else [*map(weakref.ref, _resolved(given))]
         self._sent = 0
         self._grid: list[int] | None = None  # the ranks of several process groups
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was made for a single rank."""
+        return self._given == []
 
     def groups(self) -> tuple[Group, ...]:
         """Return the process groups to reduce over, in order; empty for one rank."""

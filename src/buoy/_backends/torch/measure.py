@@ -1,50 +1,30 @@
-"""Measurements of gradients: the largest magnitude, the norms, and for policies.
+"""Measurements of gradients: the largest magnitude, norms, and what policies want.
 
 What the check does not need is measured on a sample of the elements.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from buoy._backends import torch as backend
-from buoy._core.formats import FLOAT32_MAX
-from buoy._core.ops import single
-from buoy._core.step import (
-    BLOCK,
-    CLIP_EPSILON,
-    SMALL,
-    bounded_norm,
-    clip_factor,
-    sample_stride,
-)
+from buoy._backends.torch.gradients import Gathered
+from buoy._core.step import BLOCK, SMALL, sample_stride
 
-__all__ = [
-    "MEASURE",
-    "Grads",
-    "biggest",
-    "clip_factor_of",
-    "norms",
-    "overflows",
-    "sampled",
-    "settled",
-    "small_share",
-]
+__all__ = ["MEASURE", "largest", "norms", "sampled", "small_share"]
 
 Grads = list[torch.Tensor]
-_EPSILON = single(CLIP_EPSILON)
 
 
-def biggest(grads: Grads) -> torch.Tensor:
+def largest(grads: Grads) -> torch.Tensor:
     """Return the largest magnitude, in float32 or wider; inf and NaN propagate."""
     if grads[0].is_cpu:
         return _farthest([torch.aminmax(grad) for grad in grads if grad.numel()])
     return torch.stack(backend.norms(grads, math.inf)).max()
 
 
-def _farthest(ends: list[Any]) -> torch.Tensor:
+def _farthest(ends: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Return the largest magnitude, from each gradient's two ends on a CPU."""
     if not ends:
         return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -60,75 +40,21 @@ def norms(
     On a CPU both of one gradient are taken before the next: the second read is from
     the cache, and costs half as much.
     """
-    if not amax or order == math.inf or not grads[0].is_cpu:
+    if not amax:
+        return backend.norms(grads, order), None
+    if order == math.inf:
         parts = backend.norms(grads, order)
-        if not amax:
-            return parts, None
-        return parts, torch.stack(parts).max() if order == math.inf else biggest(grads)
+        return parts, torch.stack(parts).max()
+    if not grads[0].is_cpu:
+        return backend.norms(grads, order), largest(grads)
     dtype = torch.float32 if grads[0].itemsize < 4 else None
-    parts, ends = [], []
+    parts = []
+    ends: list[tuple[torch.Tensor, ...]] = []
     for grad in grads:
         parts.append(torch.linalg.vector_norm(grad, order, dtype=dtype))
         if grad.numel():
             ends.append(torch.aminmax(grad))
     return parts, _farthest(ends)
-
-
-def settled(
-    grads: Grads, order: float, total: torch.Tensor, top: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exact total, and a number that is finite iff all elements are.
-
-    A finite total proves that every element is finite.  A non-finite total may come
-    from an overflow in the sum of powers: then the largest element, `top`, decides.
-    """
-    if order == math.inf:
-        return total, total
-    seen = backend.host_value(total)
-    if seen is not None and math.isfinite(seen) and order > 0.0:
-        return total, total
-    most = biggest(grads) if top is None else top
-    if order <= 0.0:  # such a norm may be finite though an element is not
-        return total, most
-    if seen is not None:
-        return backend.exact_norm(grads, order), most
-    # If only the sum overflows, use an upper bound of the norm: the step is clipped
-    # harder than necessary, but not skipped.  In float64, as it may fit once unscaled.
-    wide = most if most.is_mps else most.double()
-    bound = bounded_norm(wide, sum(grad.numel() for grad in grads), order)
-    return torch.where(backend.nonfinite(total), bound, total), most
-
-
-def clip_factor_of(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
-    """Return `clip_factor` as a tensor.
-
-    A norm in host memory is worth no kernels: the same operations on plain numbers,
-    each rounded to float32, have the same result in a fifth of the time.
-    """
-    if isinstance(max_norm, torch.Tensor) or (size := backend.host_value(norm)) is None:
-        factor: torch.Tensor = clip_factor(norm, max_norm, backend.ops())
-        return factor
-    # Torch divides a number by a tensor as number x reciprocal.
-    ratio = single(single(max_norm) * single(1.0 / single(size + _EPSILON)))
-    return torch.full_like(norm, min(1.0, ratio))  # 1 if it is NaN
-
-
-def overflows(sizes: list[torch.Tensor], inverse: torch.Tensor) -> torch.Tensor:
-    """Return whether a size is not finite, or would not be once unscaled.  float32 [].
-
-    Each size in its own dtype: a float64 gradient may exceed float32's range.  One in
-    host memory is worth no kernels.
-    """
-    seen = backend.host_value(sizes[0]) if len(sizes) == 1 and inverse.is_cpu else None
-    if seen is not None:
-        unscaled = seen * backend.read_host_memory(inverse)
-        fits = seen <= FLOAT32_MAX and unscaled <= FLOAT32_MAX  # NaN does not
-        return torch.zeros_like(inverse) if fits else torch.ones_like(inverse)
-    bad = [
-        backend.nonfinite(torch.maximum(size, size * inverse.to(size.dtype)))
-        for size in sizes
-    ]
-    return (bad[0] if len(bad) == 1 else torch.stack(bad).any()).float()
 
 
 def sampled(grad: torch.Tensor, stride: int) -> list[torch.Tensor]:
@@ -174,12 +100,14 @@ def small_share(
     return torch.stack(small).sum().float() / torch.stack(nonzero).sum().float()
 
 
-def _underflow(buckets: Iterable[Any], home: torch.device) -> torch.Tensor:
-    return small_share([bucket.grads for bucket in buckets], home)
+def _underflow(gathered: Gathered, home: torch.device) -> torch.Tensor:
+    """Measure the share of gradients that are small enough to be lost in FP16."""
+    return small_share([bucket.grads for bucket in gathered.buckets], home)
 
 
-# Besides `amax_log2`, which comes with the check: functions from buckets of (device,
-# dtype, gradients) to a float32 [] on a device.
-MEASURE: dict[str, Callable[[Sequence[Any], torch.device], torch.Tensor]] = {
+# By the names in `Policy.wants`: functions from an optimizer's gradients, which are
+# still scaled, to a float32 [] on a device.  "amax_log2" is not here: it comes with the
+# check of the gradients, at no cost (`inspection.inspect`).
+MEASURE: dict[str, Callable[[Gathered, torch.device], torch.Tensor]] = {
     "underflow": _underflow,
 }

@@ -146,11 +146,11 @@ def _sizes(seen: RankGradients) -> torch.Tensor:
     if not len(norms):
         return torch.zeros(0, dtype=torch.float64, device=home)
     sizes = torch.stack([norm.to(home, non_blocking=True).double() for norm in norms])
-    whole = sizes.sum().float()
-    if not backend.in_host_memory(whole):
+    total = backend.known(sizes.sum().float())
+    if total is None:
         # If the powers of a finite gradient overflow, use the upper bound.
         return torch.where(backend.nonfinite(sizes), seen.total.double(), sizes)
-    if math.isfinite(backend.read_host_memory(whole)):
+    if math.isfinite(total):
         return sizes
     exact = partial(torch.linalg.vector_norm, ord=seen.order, dtype=torch.float64)
     return torch.stack([exact(grad).to(home) for grad in seen.grads])

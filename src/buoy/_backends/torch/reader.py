@@ -4,7 +4,6 @@ Numbers are collected on the device and copied to the host in batches; a batch i
 once its copy is complete.
 """
 
-import ctypes
 from collections import deque
 from itertools import islice
 from typing import Any
@@ -68,8 +67,7 @@ class AsyncReader:
         if event is not None and not event.query():  # type: ignore[no-untyped-call]
             return []
         self._sent = None
-        where = (ctypes.c_float * host.numel()).from_address(host.data_ptr())
-        numbers = iter(where[:])
+        numbers = iter(host.tolist())
         return [(list(islice(numbers, length)), note) for length, note in notes]
 
     def drain(self) -> list[Read]:

@@ -14,7 +14,6 @@ from typing import Any
 from buoy._core.errors import StateVersionError
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as make_policy
-from buoy._core.policies.torch_rule import TorchRule
 
 __all__ = ["SOURCES", "Imported", "import_state"]
 
@@ -183,7 +182,8 @@ def _resumed(source: str, policy: Policy, scale: Any, **counters: Any) -> Import
 @_source("torch", "scale growth_factor backoff_factor growth_interval _growth_tracker")
 def _torch(saved: dict[str, Any], parameters: dict[str, Any]) -> Imported:
     """Read `GradScaler.state_dict()`."""
-    policy = TorchRule(
+    policy = make_policy(
+        "torch",
         growth_factor=float(saved["growth_factor"]),
         backoff_factor=float(saved["backoff_factor"]),
         growth_interval=int(saved["growth_interval"]),

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from buoy._core.checks import whole
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import Ops, Precision, Scalar, ops_of
-from buoy._core.policies.backoff_checks import check_factors
 from buoy._core.policies.policy import MIN_SCALE, Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
@@ -34,8 +32,9 @@ class TorchRule:
                       scale *= growth_factor, unless that is not finite
 
     A product is computed in float64 and rounded to float32.  Bug of the peer: without a
-    floor the scale reaches 0, and 1 / 0 then writes NaN into the weights.  `bounds`
-    have one, which front ends apply.
+    floor the scale reaches 0, and 1 / 0 then writes NaN into the weights.
+
+    Settings are not checked here: torch's scaler accepts any, also while it trains.
 
     Example:
         >>> policy = TorchRule(init_scale=16.0, growth_interval=2)
@@ -52,15 +51,13 @@ class TorchRule:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-
-    def __post_init__(self) -> None:
-        check_factors(self)
-        whole(self, "growth_interval", least=1)
+    min_scale: float = 0.0  # torch has no bounds: our scaler adds them
+    max_scale: float = FLOAT32_MAX
 
     @property
     def bounds(self) -> Bounds:
-        """From 2^-24 to float32's maximum; beyond them there are only faults."""
-        return Bounds(MIN_SCALE, FLOAT32_MAX, peer=True)
+        """Those given; without a floor, front ends keep the scale above 2^-24."""
+        return Bounds(self.min_scale or MIN_SCALE, self.max_scale, peer=True)
 
     @property
     def wants(self) -> frozenset[str]:
@@ -98,8 +95,13 @@ class TorchRule:
         up = where(up <= FLOAT32_MAX, up, state.scale)
         down = _times(state.scale, self.backoff_factor, ops)
         scale = where(grows, up, state.scale)
+        scale = where(seen.finite, scale, down)
+        if self.min_scale > 0.0:
+            scale = where(scale < self.min_scale, self.min_scale, scale)
+        if self.max_scale < FLOAT32_MAX:
+            scale = where(scale > self.max_scale, self.max_scale, scale)
         return TorchRuleState(
-            scale=where(seen.finite, scale, down),
+            scale=scale,
             clean_steps=where(grows, 0, clean),
         )
 

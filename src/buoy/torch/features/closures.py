@@ -17,9 +17,15 @@ from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.snapshot import OptimizerSnapshot
 from buoy._core.errors import CallOrderError, DeviceModeError
 from buoy._core.ops import single
+from buoy.torch import step as torch_step
 from buoy.torch.features.guard import undo_buffers
-from buoy.torch.iteration import Freshness, Measured, Work, combined
-from buoy.torch.optimizers import read_finite
+from buoy.torch.features.joint import Joint
+from buoy.torch.features.spikes import Spikes
+from buoy.torch.freshness import Freshness
+from buoy.torch.hooks import Scaler
+from buoy.torch.optimizers import read_outcome
+from buoy.torch.pending import Pending, merged
+from buoy.torch.scale import Measured, Scale
 
 __all__ = ["given", "step"]
 
@@ -41,7 +47,10 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def step(
-    scaler: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scaler: Scaler,
+    optimizer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run a step with a closure; apply it, or undo all of it."""
     by_name = kwargs.get("closure")
@@ -56,11 +65,12 @@ def step(
         result = step_with(partial(_evaluate_unscaled, optimizer, closure))
         scaler._log.add_unscaled(optimizer)
         return result
-    work = _begin(scaler, optimizer)
-    evaluation = _Evaluation(scaler, work, closure)
-    snapshot, result = OptimizerSnapshot(optimizer), None
+    pending = _begin(scaler, optimizer)
+    evaluation = _Evaluation(scaler, pending, closure)
+    snapshot = OptimizerSnapshot(optimizer)
+    result = None
     try:
-        if scaler._iteration.scalings or work.freshness is not None:
+        if scaler._iteration.scalings or pending.freshness is not None:
             evaluation.check()  # gradients computed before the step, as for SAM
         result = step_with(evaluation)
     except BaseException as error:
@@ -68,46 +78,47 @@ def step(
         if not isinstance(error, _OverflowError):
             undo_buffers(scaler, optimizer)
             raise
-    if work.finite is None:
+    if pending.applied is None:
         snapshot.restore()
         raise CallOrderError(type(optimizer).__name__ + _NOT_CALLED)
     evaluation.conclude(snapshot)
-    return result if work.finite else None
+    return result if pending.applied else None
 
 
-def _begin(scaler: Any, optimizer: Any) -> Work:
-    """Return the optimizer's work; raise if it cannot step now."""
+def _begin(scaler: Scaler, optimizer: Any) -> Pending:
+    """Return the optimizer's gradients; raise if it cannot step now."""
     if scaler._options.sync == "never" or torch.compiler.is_dynamo_compiling():
         raise DeviceModeError(_NEEDS_HOST)
-    if scaler._hooks.find("spikes") is not None:
+    if scaler._hooks.find(Spikes) is not None:
         raise CallOrderError(_SPIKES)
-    work: Work = scaler._per_optimizer_states[id(optimizer)]
-    if scaler._loss_scale.tensor is not None:
-        work = scaler._work(optimizer, "step")
-    work.optimizer = optimizer
-    joint = scaler._hooks.find("joint")
-    for extension in scaler._hooks.extensions:
-        if extension is not joint:  # see `conclude`
-            extension.before_step(scaler, work)
-    scaler._surveyor.fp16.prepare(optimizer, scaler._names)
-    return work
+    pending = scaler._per_optimizer_states[id(optimizer)]
+    pending.optimizer = optimizer
+    if isinstance(scaler._loss_scale, Scale):
+        pending = scaler._pending(optimizer, "step")
+        torch_step.recheck(scaler, pending)
+    scaler._hooks.before_step_without(Joint, pending)  # see `conclude`
+    scaler._fp16.prepare(optimizer, scaler._names)
+    return pending
 
 
 class _Evaluation:
     """The user's closure, with scaling around each call."""
 
-    def __init__(self, scaler: Any, work: Work, closure: Closure) -> None:
-        self.scaler, self.work, self.closure = scaler, work, closure
-        self._sizes: list[tuple[Measured, Any]] = []  # `measured` and `amax` of each
+    def __init__(self, scaler: Scaler, pending: Pending, closure: Closure) -> None:
+        self.scaler = scaler
+        self.pending = pending
+        self.closure = closure
+        self._measured: list[Measured] = []  # of each evaluation
 
     def __call__(self) -> Any:
-        scaler, work, optimizer = self.scaler, self.work, self.work.optimizer
-        work.reset()
+        scaler, pending = self.scaler, self.pending
+        optimizer = pending.optimizer
+        pending.forget()
         before = scaler._iteration.scalings
         with torch.enable_grad():
             loss, ran_backward = _observe(optimizer, self.closure)
             held = scaler._per_optimizer_states.get(id(optimizer))
-            if held is not work or work["stage"] is OptState.STEPPED:
+            if held is not pending or pending.stage is OptState.STEPPED:
                 raise CallOrderError(_UPDATES)
             if scaler._iteration.scalings > before:
                 self._refuse_scaled(loss)
@@ -119,14 +130,15 @@ class _Evaluation:
                 optimizer.zero_grad()
                 scaler.scale(loss).backward()
         if not self.check():
-            raise scaler._no_gradients(work)
+            scale = scaler._placed("step")
+            raise torch_step.refuse_without_gradients(scaler, scale, pending)
         return loss
 
     def _refuse_scaled(self, loss: Any) -> None:
         """Raise if the closure returned the scaled loss: line searches compare it."""
         losses = self.scaler._iteration.losses
         if losses and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            scale = self.scaler._loss_scale.tensor
+            scale = self.scaler._placed("step").tensor
             returned, bare, times = backend.read([loss, losses[-1], scale])
             if returned == single(bare * times) != bare:
                 raise CallOrderError(_RETURNS_SCALED)
@@ -136,37 +148,33 @@ class _Evaluation:
 
         Returns whether there are gradients.
         """
-        scaler, work = self.scaler, self.work
-        if work["stage"] is OptState.READY:
-            scaler.unscale_(work.optimizer)
-        scaler._surveyor.settle(work)
-        home = scaler._loss_scale.now().device
-        found = combined(work["found_inf_per_device"], home)
+        scaler, pending = self.scaler, self.pending
+        if pending.stage is OptState.READY:
+            scaler.unscale_(pending.optimizer)
+        torch_step.agree(scaler, pending)
+        found = pending.flag(scaler._placed("step").device)
         if found is None:
             return False
-        work.finite = read_finite(work, found)
-        self._sizes.append((work.measured, work.amax))
-        if not work.finite:
+        read_outcome(pending, found)
+        self._measured.append(pending.measured)
+        if not pending.applied:
             raise _OverflowError
         return True
 
     def conclude(self, snapshot: OptimizerSnapshot) -> None:
         """Log one step: the last evaluation, with the largest of all measurements."""
-        scaler, work, now = self.scaler, self.work, self.scaler._loss_scale.now()
-        if len(self._sizes) > 1:
-            home = now.device
-            for name in work.measured:
-                numbers = [backend.scalar(one[name], home) for one, _ in self._sizes]
-                work.measured[name] = torch.stack(numbers).max()
-            if work.amax is not None:
-                work.amax = torch.stack([amax for _, amax in self._sizes]).max()
-        joint = scaler._hooks.find("joint")
+        scaler, pending = self.scaler, self.pending
+        scale = scaler._placed("step")
+        if len(self._measured) > 1:
+            pending.measured = merged(self._measured, scale.device)
+        joint = scaler._hooks.find(Joint)
         if joint is not None:
-            joint.adopt(scaler, work, snapshot)
-        outcome = scaler._conclude_step(work, now)
-        if not work.finite:
-            _ = outcome.norm, outcome.offenders  # read before `.grad` is cleared
-            for param in parameters_of(work.optimizer):
+            joint.adopt(scaler, pending, snapshot)
+        torch_step.conclude(scaler, scale, pending)
+        if not pending.applied:
+            if pending.outcome is not None:
+                pending.outcome.find_offenders()  # before `.grad` is cleared
+            for param in parameters_of(pending.optimizer):
                 param.grad = None  # or the next step would take them for pending ones
 
 

@@ -4,7 +4,6 @@ A scale group is a scaler of the same class, created by another scaler, its pare
 scales, clips and steps as any other; the parent's `update` moves its scale.
 """
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,17 @@ import torch
 
 from buoy._core.errors import BuoyError, OptionError
 from buoy.torch import errors
-from buoy.torch.hooks import Extension, feature
-from buoy.torch.iteration import Work, evidence_of
+from buoy.torch.features.joint import Joint
+from buoy.torch.hooks import Extension, Scaler
 from buoy.torch.options import TORCH_DEFAULTS, Options
+from buoy.torch.pending import Pending
 
-__all__ = ["Groups", "family", "group", "restore"]
+__all__ = ["Groups", "Member", "group", "options_of", "restore"]
 
 _OWN = (*TORCH_DEFAULTS, "policy", "min_scale", "max_scale", "trace")
 
 
-def group(scaler: Any, name: str, options: dict[str, Any]) -> Any:
+def group(scaler: Scaler, name: str, options: dict[str, Any]) -> Any:
     """Return the scale group of this name; create it if there is none.
 
     Example:
@@ -36,18 +36,20 @@ def group(scaler: Any, name: str, options: dict[str, Any]) -> Any:
         >>> critic.get_scale(), scaler.get_scale()
         (256.0, 65536.0)
     """
-    if scaler._hooks.find("group") is not None:
+    if scaler._hooks.find(Member) is not None:
         raise OptionError(
             "A scale group cannot have scale groups: one `update` updates all scales. "
             f"Call `scaler.group({name!r})` on the scaler itself."
         )
-    groups = scaler._hooks.find("groups")
-    made = None if groups is None else groups.members.get(name)
+    groups = scaler._hooks.find(Groups)
+    made: Any = None if groups is None else groups.members.get(name)
     if made is None:
         trace = options.pop("trace", None)
         made = restore(scaler, name, _own_options(scaler._options, name, options))
         if trace is not None and made.is_enabled():
-            feature("record").record(made, trace)
+            from buoy.torch.features.record import record  # noqa: PLC0415 - seldom used
+
+            record(made, trace)
     elif options:
         raise OptionError(
             f"Scale group {name!r} already exists and its scale is in use. Pass "
@@ -69,55 +71,59 @@ def _own_options(options: Options, name: str, changed: dict[str, Any]) -> Option
     return replace(options, **changed)
 
 
-def restore(scaler: Any, name: str, options: Options) -> Any:
+def restore(scaler: Scaler, name: str, options: Options) -> Any:
     """Create a scale group with these options, also for a copy of a scaler."""
-    groups, joint = scaler._hooks.find("groups"), scaler._hooks.find("joint")
+    groups = scaler._hooks.find(Groups)
     if groups is None:
         groups = Groups()
         scaler._hooks.add(groups)
     made: Any = object.__new__(type(scaler))
-    made._assemble(options, scaler._names, scaler._agreement)
+    made._assemble(options, scaler._names, scaler._sharing)
     made.__dict__.update(scaler._extra())
     made._hooks.add(Member(name, scaler), first=True)
-    if joint is not None:
-        made._hooks.find("joint").taken = joint.taken  # one list for all
+    joint = scaler._hooks.find(Joint)
+    own_joint = made._hooks.find(Joint)
+    if joint is not None and own_joint is not None:
+        own_joint.taken = joint.taken  # one list for all
     groups.add(name, made)
+    scaler._family.append(made)
+    made._family = scaler._family
     return made
 
 
-def family(scaler: Any) -> list[Any]:
-    """Return a scaler and its scale groups, given any one of them."""
-    member = scaler._hooks.find("group")
-    parent = scaler if member is None else member.parent
-    groups = parent._hooks.find("groups")
-    return [parent] if groups is None else [parent, *groups.members.values()]
+def options_of(scaler: Scaler) -> dict[str, Options]:
+    """Return the options of a scaler's scale groups, for a copy of it."""
+    groups = scaler._hooks.find(Groups)
+    return {} if groups is None else groups.options()
 
 
 class _OfFamily(Extension):
     """What a parent scaler and its scale groups have in common."""
 
-    def loss_scaled(self, scaler: Any, loss: Any, scaled: torch.Tensor) -> None:  # noqa: ARG002
+    def loss_scaled(
+        self,
+        scaler: Scaler,
+        loss: torch.Tensor,  # noqa: ARG002
+        scaled: torch.Tensor,  # noqa: ARG002
+    ) -> None:
         """Detect a backward pass into gradients that another of them inspected."""
-        for one in family(scaler):
-            for work in one._per_optimizer_states.values():
-                if work.freshness is not None:
-                    work.freshness.expect_backward()
+        for one in scaler._family:
+            one._expect_backward()
 
 
 class Member(_OfFamily):
     """Makes a scaler a scale group; holds its name and its parent."""
 
-    key = "group"
+    def __init__(self, name: str, parent: Scaler) -> None:
+        self.name = name
+        self.parent = parent
 
-    def __init__(self, name: str, parent: Any) -> None:
-        self.name, self.parent = name, parent
-
-    def stepped(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
+    def stepped(self, scaler: Scaler, pending: Pending) -> None:  # noqa: ARG002
         """Add the step to the parent's log, too."""
-        log = self.parent._log
-        log.last = log.by_optimizer[id(work.optimizer)] = work.outcome
+        if pending.outcome is not None:
+            self.parent._log.keep(pending.optimizer, pending.outcome)
 
-    def before_update(self, scaler: Any) -> None:  # noqa: ARG002
+    def before_update(self, scaler: Scaler) -> None:  # noqa: ARG002
         """Raise: only the parent's `update` may be called."""
         raise OptionError(
             f"`update` was called on scale group {self.name!r}, but it updates all "
@@ -131,10 +137,10 @@ class Groups(_OfFamily):
     key = "groups"
 
     def __init__(self) -> None:
-        self.members: dict[str, Any] = {}
+        self.members: dict[str, Scaler] = {}
         self._waiting: dict[str, Any] = {}
 
-    def add(self, name: str, made: Any) -> None:
+    def add(self, name: str, made: Scaler) -> None:
         """Add a scale group; restore its state if one was loaded before."""
         if name in self._waiting:
             _load(name, made, self._waiting[name])
@@ -143,7 +149,11 @@ class Groups(_OfFamily):
 
     def options(self) -> dict[str, Options]:
         """Return the scale groups' options, for a copy; raise in mid-iteration."""
-        return {k: one.__getstate__()["options"] for k, one in self.members.items()}
+        if any(
+            one._enabled and one._per_optimizer_states for one in self.members.values()
+        ):
+            raise errors.mid_iteration()
+        return {name: one._options for name, one in self.members.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all scale groups, by name."""
@@ -156,33 +166,9 @@ class Groups(_OfFamily):
         later = state.keys() - self.members.keys()
         self._waiting = {name: {**state[name]} for name in later}  # dicts, or it raises
 
-    def update(self, scaler: Any, new_scale: float | torch.Tensor | None) -> None:
-        """Update every scale that has findings; then advance the gated objects."""
-        everybody = [scaler, *self.members.values()]
-        busy = [x for x in everybody if _works(x) and x._loss_scale.tensor is not None]
-        if new_scale is None and not any(map(_learns, busy)):
-            raise errors.nothing_recorded()
-        outcomes = [work.outcome for one in busy for work in _works(one)]
-        with ExitStack() as ending:  # if one of them raises, the others still update
-            if new_scale is not None:
-                scaler._update(new_scale)
-            ending.callback(scaler._log.open_gates, list(filter(None, outcomes)))
-            for one in filter(_works, busy):
-                ending.callback(one._update, idle=True)
 
-
-def _load(name: str, member: Any, state: Any) -> None:
+def _load(name: str, member: Scaler, state: Any) -> None:
     try:
         member.load_state_dict(state)
     except BuoyError as error:
         raise errors.StateError(f"Scale group {name!r}: {error}") from error
-
-
-def _works(scaler: Any) -> list[Work]:
-    return list(scaler._per_optimizer_states.values())
-
-
-def _learns(scaler: Any) -> bool:
-    """Return whether there are findings for the policy."""
-    home = scaler._loss_scale.now().device
-    return evidence_of(_works(scaler), home) is not None

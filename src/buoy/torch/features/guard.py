@@ -9,13 +9,12 @@ from torch.utils._pytree import tree_leaves
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.snapshot import BufferSnapshot
 from buoy._core.errors import OptionError
-from buoy.torch.features.groups import family
-from buoy.torch.hooks import Extension
+from buoy.torch.hooks import Extension, Scaler
 
 __all__ = ["guard", "guarded", "undo_buffers"]
 
 
-def guard(scaler: Any, models: tuple[Any, ...]) -> None:
+def guard(scaler: Scaler, models: tuple[Any, ...]) -> None:
     """Restore the buffers of these models when their step is skipped.
 
     `update` restores running statistics, counters and all other buffers to their values
@@ -46,11 +45,11 @@ def guard(scaler: Any, models: tuple[Any, ...]) -> None:
             )
     for model in models if scaler._enabled else ():
         if all(one.model is not model for one in guarded(scaler)):
-            root = family(scaler)[0]
+            root = scaler._family[0]
             root.attach(_Guarded(model, root))
 
 
-def undo_buffers(scaler: Any, optimizer: Any) -> None:
+def undo_buffers(scaler: Scaler, optimizer: Any) -> None:
     """Restore the guarded models of an optimizer whose step has raised an error."""
     held = set(parameters_of(optimizer))
     for one in guarded(scaler):
@@ -59,17 +58,18 @@ def undo_buffers(scaler: Any, optimizer: Any) -> None:
             one.drop()
 
 
-def guarded(scaler: Any) -> "list[_Guarded]":
+def guarded(scaler: Scaler) -> "list[_Guarded]":
     """Return the guarded models of a scaler, or of a scale group's scaler."""
-    extensions = family(scaler)[0]._hooks.extensions
+    extensions = scaler._family[0]._hooks.extensions
     return [one for one in extensions if isinstance(one, _Guarded)]
 
 
 class _Guarded(Extension):
     """One model, and copies of its buffers from before the iteration."""
 
-    def __init__(self, model: torch.nn.Module, scaler: Any) -> None:
-        self.model, self._scaler = model, weakref.ref(scaler)
+    def __init__(self, model: torch.nn.Module, scaler: Scaler) -> None:
+        self.model = model
+        self._scaler = weakref.ref(scaler)
         self.copies = BufferSnapshot()
         for module in model.modules():
             if module is model or module._buffers:  # it may be called by itself
@@ -109,18 +109,23 @@ class _Guarded(Extension):
         root = self._scaler()
         if root is None or not self._used:
             return False
-        works = any(one._per_optimizer_states for one in family(root))
-        return not works and all(p.grad is None for p in self.model.parameters())
+        if any(one._per_optimizer_states for one in root._family):
+            return False
+        return all(param.grad is None for param in self.model.parameters())
 
-    def before_update(self, scaler: Any) -> None:
+    def before_update(self, scaler: Scaler) -> None:
         """Restore the buffers if the model's step was skipped."""
-        works = [w for s in family(scaler) for w in s._per_optimizer_states.values()]
-        outcomes = [work.outcome for work in works if work.outcome is not None]
+        outcomes = [
+            pending.outcome
+            for one in scaler._family
+            for pending in one._per_optimizer_states.values()
+            if pending.outcome is not None
+        ]
         own = set(self.model.parameters())
         mine = [o for o in outcomes if not own.isdisjoint(parameters_of(o.optimizer))]
         for outcome in mine or outcomes:
-            if outcome._applied is False:
+            if outcome.known is False:
                 self.copies.restore()
-            elif outcome._applied is None:  # only the device has the outcome
-                self.copies.restore_where(outcome.found > 0)
+            elif outcome.known is None and outcome.found is not None:
+                self.copies.restore_where(outcome.found > 0)  # only the device knows
         self.drop()

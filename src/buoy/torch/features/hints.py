@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from buoy._backends import torch as backend
 from buoy._backends.torch.clipped import ClippedWhileScaled
 from buoy._backends.torch.gradients import parameters_of
 from buoy._backends.torch.graph import graph_of, hooks_of, stepped_in_backward
 from buoy._core.errors import BuoyWarning, CallOrderError
 from buoy._core.warn import warn
-from buoy.torch.hooks import Extension, is_foreign
-from buoy.torch.iteration import Work
+from buoy.torch.hooks import Extension, Scaler
+from buoy.torch.pending import Pending
+from buoy.torch.scale import CLIPPED, Scale
 
 __all__ = ["Hints"]
 
@@ -42,8 +44,9 @@ class Hints(Extension):
         # Optimizers of models with `model`'s shapes; None once `model` has stepped.
         self._lookalikes: set[int] | None = set()
         self._bad: dict[int, list[_Gradient]] = {}  # of each optimizer's last skip
-        self._clipping, self.clipped = ClippedWhileScaled(), False
-        self._scale: Any = None  # the scaler's, once it has gradients
+        self._clipping = ClippedWhileScaled()
+        self.clipped = False  # gradients are clipped while they are scaled
+        self._scale: Scale | None = None  # once there were gradients
 
     def warn(self, topic: str, message: str) -> None:
         """Warn, once for each topic."""
@@ -52,7 +55,7 @@ class Hints(Extension):
             warn(message, BuoyWarning)
 
     def loss_scaled(
-        self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor
+        self, scaler: Scaler, loss: torch.Tensor, scaled: torch.Tensor
     ) -> None:
         """Check the graph of the first losses: steps in backward, BF16, no graph."""
         self._clipping.loss_scaled(scaled)
@@ -72,31 +75,33 @@ class Hints(Extension):
         self._has_graph = True
         self._reached.update((id(param), param) for param in reached)
 
-    def before_look(self, scaler: Any, work: Work) -> None:
+    def before_inspect(self, scaler: Scaler, pending: Pending) -> None:
         """Check whether gradients were not cleared, or clipped while scaled."""
-        key = id(work.optimizer)
         if self._bad:
-            work.stale = any(map(_is_kept, self._bad.pop(key, ())))
-        self._look_for_clipping(scaler, work.optimizer)
+            kept = self._bad.pop(id(pending.optimizer), ())
+            pending.stale = any(map(_is_kept, kept))
+        if isinstance(scaler._loss_scale, Scale):
+            self._scale = scaler._loss_scale
+            self._look_for_clipping(scaler, self._scale, pending.optimizer)
+            pending.measured[CLIPPED] = float(self.clipped)
 
-    def _look_for_clipping(self, scaler: Any, optimizer: Any) -> None:
-        self._scale = scaler._loss_scale
-        scale = self._clipping.look(optimizer, self._scale.tensor)
-        if scale is not None:
+    def _look_for_clipping(self, scaler: Scaler, scale: Scale, optimizer: Any) -> None:
+        clipped_at = self._clipping.look(optimizer, scale.tensor)
+        if clipped_at is not None:
             self.clipped = True
-            self.warn("clipped", _CLIPPED.format(scale))
+            self.warn("clipped", _CLIPPED.format(clipped_at))
             if scaler.trace is not None:
-                seen = {"step": self._scale.turn, "scale": scale}
+                seen = {"step": scale.turn, "scale": clipped_at}
                 scaler.trace.describe(clipped_while_scaled=seen)
         elif self.clipped and self._clipping.over:
             self.clipped = False
-        self._scale.clipped = self.clipped
 
     def state_dict(self) -> Any:
         """Return what the looks for clipping have found, if the scale depends on it."""
-        if self._scale is None or not self._scale.heeds_clipping:
+        if self._scale is None or not self._scale.follows_size:
             return None
-        looks, held = self._clipping.state(), self._scale.is_held()
+        looks = self._clipping.state()
+        held = self.clipped or backend.read_one(self._scale.held) > 0.0
         return {"clipped": held, "looks": looks} if held or looks else None
 
     def load_state_dict(self, state: Any) -> None:
@@ -108,12 +113,12 @@ class Hints(Extension):
         self._clipping.load(state["looks"])
         self.clipped = state["clipped"]
 
-    def before_step(self, scaler: Any, work: Work) -> None:
+    def before_step(self, scaler: Scaler, pending: Pending) -> None:
         """Check an optimizer at its first step."""
         self._steps += 1
         if not self._steps & (self._steps - 1):
             self._look_at_more_losses()
-        optimizer = work.optimizer
+        optimizer = pending.optimizer
         known = self._known.get(id(optimizer))
         if known is not None and known() is optimizer:
             if self._lookalikes and id(optimizer) in self._lookalikes:
@@ -135,12 +140,12 @@ class Hints(Extension):
     def _look_at_more_losses(self) -> None:
         self._losses_left = max(self._losses_left, _MORE_LOSSES)
 
-    def skipped(self, scaler: Any, work: Work) -> None:  # noqa: ARG002
+    def skipped(self, scaler: Scaler, pending: Pending) -> None:  # noqa: ARG002
         """Keep references to the gradients that were not finite."""
-        outcome = work.outcome
+        outcome = pending.outcome
         if outcome is not None and outcome.found is not None:
-            outcome.stale = work.stale
-            self._bad[id(work.optimizer)] = [
+            outcome.stale = pending.stale
+            self._bad[id(pending.optimizer)] = [
                 _Gradient(weakref.ref(owner), weakref.ref(grad), grad._version)
                 for owner in outcome.find_offenders()[:4]
                 if (grad := owner.grad) is not None
@@ -213,7 +218,7 @@ def _is_kept(bad: _Gradient) -> bool:
 
 
 def _refuse_steps_in_backward(
-    scaler: Any, scaled: torch.Tensor, reached: list[torch.Tensor]
+    scaler: Scaler, scaled: torch.Tensor, reached: list[torch.Tensor]
 ) -> None:
     """Raise for optimizers that step inside the backward pass.
 
@@ -225,7 +230,7 @@ def _refuse_steps_in_backward(
     names = scaler._names
     if stepping := stepped_in_backward(reached):
         raise _in_backward(names.of(None, stepping))
-    hooked = [param for param in reached if any(map(is_foreign, hooks_of(param)))]
+    hooked = [param for param in reached if any(map(_is_foreign, hooks_of(param)))]
     # Sharded parameters are gathered and freed in the backward pass, and comparing
     # waits for the device.
     may_read = scaler._options.sync != "never" or all(p.is_cpu for p in hooked)
@@ -239,6 +244,11 @@ def _refuse_steps_in_backward(
         engine.queue_callback(partial(_refuse_changed, held, names))
 
     scaled.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Return whether a hook is not one of this package."""
+    return not str(getattr(hook, "__module__", "")).startswith("buoy.")
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:

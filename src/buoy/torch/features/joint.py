@@ -1,6 +1,6 @@
 """All optimizers of an iteration step, or none: `skip="joint"`."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -8,9 +8,10 @@ from torch.amp.grad_scaler import OptState
 from buoy._backends import torch as backend
 from buoy._backends.torch.snapshot import OptimizerSnapshot
 from buoy._core.errors import DeviceModeError
-from buoy.torch.hooks import Extension, is_foreign
-from buoy.torch.iteration import Work, combined
+from buoy.torch import step
+from buoy.torch.hooks import Extension, Scaler
 from buoy.torch.optimizers import unscales
+from buoy.torch.pending import Pending
 
 __all__ = ["Joint"]
 
@@ -18,7 +19,7 @@ __all__ = ["Joint"]
 class _Taken(NamedTuple):
     """A step of this iteration."""
 
-    work: Work
+    pending: Pending
     snapshot: OptimizerSnapshot  # from before the step
     own: torch.Tensor  # whether its own gradients require a skip
     found: torch.Tensor  # or those of a step before it
@@ -51,54 +52,59 @@ class Joint(Extension):
     def __init__(self) -> None:
         self.taken: list[_Taken] = []
 
-    def before_step(self, scaler: Any, work: Work) -> None:
+    def before_step(self, scaler: Scaler, pending: Pending) -> None:
         """Skip after an earlier failure; copy the optimizer's weights and state."""
-        if work["stage"] is OptState.READY:
-            if is_foreign(scaler._unscale_grads_) or not unscales(work.optimizer):
-                scaler._unscale(work, scaler._loss_scale.now(), in_step=True)
-            elif work.multiplier is None and work.survey is None:
-                scaler._check_inf_per_device(work.optimizer)
-        scaler._surveyor.settle(work)
-        self.adopt(scaler, work, OptimizerSnapshot(work.optimizer))
+        optimizer = pending.optimizer
+        if pending.stage is OptState.READY:
+            hands_over = unscales(optimizer)
+            if not hands_over or scaler._is_overridden("_unscale_grads_"):
+                scaler.unscale_(optimizer)
+            elif pending.factor is None and pending.survey is None:
+                scaler._check_inf_per_device(optimizer)
+        step.agree(scaler, pending)
+        self.adopt(scaler, pending, OptimizerSnapshot(optimizer))
 
-    def adopt(self, scaler: Any, work: Work, snapshot: OptimizerSnapshot) -> None:
+    def adopt(
+        self, scaler: Scaler, pending: Pending, snapshot: OptimizerSnapshot
+    ) -> None:
         """Add a step; skip it if an earlier one failed."""
-        home = scaler._loss_scale.now().device
-        own = combined(work["found_inf_per_device"], home)
-        if own is not None:
-            if self.taken:
-                work.veto(self.taken[-1].found, home)
-            found: Any = combined(work["found_inf_per_device"], home)
-            self.taken.append(_Taken(work, snapshot, own, found))
+        home = scaler._placed("step").device
+        own = pending.flag(home)
+        if own is None:
+            return
+        found = own
+        if self.taken:
+            earlier = self.taken[-1].found.to(home)
+            pending.skip_where(earlier)
+            found = torch.maximum(own, earlier)
+        self.taken.append(_Taken(pending, snapshot, own, found))
 
-    def before_update(self, scaler: Any) -> None:
+    def before_update(self, scaler: Scaler) -> None:
         """Undo all steps if one of them failed, or may have failed."""
-        taken = [one for one in self.taken if one.work.outcome]
+        taken = [one for one in self.taken if one.pending.outcome is not None]
         self.taken.clear()
-        known = [one.work.finite for one in taken]
+        known = [one.pending.applied for one in taken]
         if len(taken) <= 1 or all(known):
             return
-        found, guilty = taken[-1].found, taken[:0]
-        asked = not all(unscales(one.work.optimizer) for one in taken)
+        guilty: list[_Taken] = []
+        asked = not all(unscales(one.pending.optimizer) for one in taken)
         if False in known or (asked and scaler._options.sync != "never"):
             flags = backend.read([one.own for one in taken])
             guilty = [one for one, bad in zip(taken, flags, strict=True) if bad]
             if not guilty:
                 return
+        found = taken[-1].found
         try:
             for one in reversed(taken):
                 if not guilty:  # only the device has the outcome
                     one.snapshot.restore_where(found > 0)
-                elif one.work.finite is not False:
+                elif one.pending.applied is not False:
                     one.snapshot.restore()
         except DeviceModeError:
             for one in reversed(taken):
                 one.snapshot.restore()
             raise
         for one in taken:
-            outcome: Any = one.work.outcome
-            outcome.skip_with_others(found, applied=False if guilty else None)
-            if guilty and one not in guilty:
-                cause: Any = guilty[0].work.outcome
-                outcome.judged(cause.verdict)
-                outcome._offenders, outcome.partner = cause.offenders, True
+            cause = None if not guilty or one in guilty else guilty[0].pending.outcome
+            if one.pending.outcome is not None:
+                one.pending.outcome.skip_with_others(found, cause, known=bool(guilty))

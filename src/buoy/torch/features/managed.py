@@ -8,7 +8,7 @@ called.  With `managed`
   of an optimizer, until the trace is closed, or until the program ends: all optimizers
   of an iteration are divided by one scale, and it moves once;
 * `optimizer.step` is not called for a skipped step, also if the optimizer is fused,
-  which costs one host read (`optimizers.step_with_found_inf`);
+  which costs one host read (`optimizers.hand_over`);
 * `unscale_` of unscaled gradients does nothing.
 """
 
@@ -19,16 +19,18 @@ from weakref import WeakSet
 from torch.amp.grad_scaler import OptState
 
 from buoy.torch import errors
+from buoy.torch.hooks import Scaler
 
 __all__ = ["defer", "flush", "is_unscaled"]
 
-_deferring: "WeakSet[Any]" = WeakSet()  # scalers that have deferred an update
+_deferring: "WeakSet[Scaler]" = WeakSet()  # scalers that have deferred an update
 
 
-def defer(scaler: Any) -> None:
+def defer(scaler: Scaler) -> None:
     """Defer an update of the scale."""
-    works = scaler._per_optimizer_states.values()
-    if not any(work.settle or work["found_inf_per_device"] for work in works):
+    pendings = scaler._per_optimizer_states.values()
+    # What ranks have not agreed on may have gradients on another rank.
+    if not any(one.flags or not one.agreed for one in pendings):
         raise errors.nothing_recorded()
     scaler._iteration.deferred = True
     if not _deferring:
@@ -44,9 +46,9 @@ def flush() -> None:
         scaler._flush()
 
 
-def is_unscaled(scaler: Any, optimizer: Any) -> bool:
+def is_unscaled(scaler: Scaler, optimizer: Any) -> bool:
     """Return whether the gradients of an optimizer were unscaled in this iteration."""
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    stage = scaler._per_optimizer_states[id(optimizer)].stage
     # A stage of a pipeline scales no loss: after its step come gradients of the next.
     stepped = stage is OptState.STEPPED and scaler._iteration.scalings
     return stage is OptState.UNSCALED or bool(stepped)

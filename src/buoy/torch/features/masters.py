@@ -218,7 +218,7 @@ class MasterWeights:
         with self.swapped():
             result = step(*args, **kwargs)
             found = getattr(self.optimizer, "found_inf", None)
-            skipped = found is not None and backend.host_value(found)
+            skipped = isinstance(found, torch.Tensor) and backend.known(found)
             if self.rounding == "stochastic" and not skipped:
                 group = self.optimizer.param_groups[0]
                 group[_COUNT] = group.get(_COUNT, 0) + 1

@@ -9,7 +9,7 @@ when the copy is complete.
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -17,15 +17,18 @@ import torch
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.exponents import exponents
-from buoy._backends.torch.gradients import Gathered, take_survey
+from buoy._backends.torch.gradients import Gathered
+from buoy._backends.torch.inspection import AMAX, inspect
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.reader import AsyncReader
 from buoy._core.codec import encode
 from buoy._core.errors import BuoyError
 from buoy._core.feed import BINS, feed
 from buoy._core.step import Row
-from buoy.torch.hooks import Extension, feature
-from buoy.torch.iteration import Work
+from buoy.torch.features import managed
+from buoy.torch.features.spikes import Spikes
+from buoy.torch.hooks import Extension, Scaler
+from buoy.torch.pending import Pending
 from buoy.torch.step_log import Entry, StepLog
 from buoy.trace import Recorder
 from buoy.trace.counts import Counts
@@ -37,7 +40,7 @@ SELDOM = 64  # steps between two measurements of larger models
 Sizes = list[tuple[str, int]]  # of tensors, by name
 
 
-def record(scaler: Any, trace: str | os.PathLike[str] | Recorder) -> None:
+def record(scaler: Scaler, trace: str | os.PathLike[str] | Recorder) -> None:
     """Record a scaler's run; on rank 0 only."""
     rank, world = _rank()
     if rank:
@@ -45,7 +48,7 @@ def record(scaler: Any, trace: str | os.PathLike[str] | Recorder) -> None:
     recorder = trace if isinstance(trace, Recorder) else Recorder(trace)
     recorder.describe(rank=rank, world=world, **_description(scaler))
     if scaler._options.managed:
-        recorder.attach(feature("managed").flush)
+        recorder.attach(managed.flush)
     extension = Record(recorder, scaler._names, scaler._log)
     scaler.attach(extension)
     weakref.finalize(scaler, extension.flush)
@@ -59,13 +62,13 @@ def _rank() -> tuple[int, int]:
     return rank, max(world, 1)
 
 
-def _description(scaler: Any) -> dict[str, Any]:
+def _description(scaler: Scaler) -> dict[str, Any]:
     policy, model = scaler.policy, scaler._names.model
     try:
         settings: Any = encode(policy)
     except BuoyError:  # a policy of the user
         settings = repr(policy)
-    found = {"torch": torch.__version__, "device": scaler._device}
+    found: dict[str, Any] = {"torch": torch.__version__, "device": scaler._device}
     if model is not None:
         found["model"] = type(model).__name__
         found["parameters"] = sum(p.numel() for p in model.parameters())
@@ -101,29 +104,32 @@ class Record(Extension):
         self._counts: list[torch.Tensor] = []  # int32 [tensors, BINS]
         self._reader = AsyncReader(every=1)  # each note is a callback
         log.record = self.row
+        log.recorder = recorder
         recorder.attach(self.flush)
 
     @_stop_on_error
-    def looked(self, scaler: Any, work: Work) -> None:
+    def inspected(self, scaler: Scaler, pending: Pending) -> None:
         """Measure what nothing else has measured, at a low rate."""
-        gathered, turn = work.gathered, scaler._loss_scale.turn
+        gathered = pending.gathered
+        turn = scaler._loss_scale.turn
         if gathered is None or not gathered.grads:
             return
         sizes = [grad.numel() for grad in gathered.grads]
         with torch.no_grad():
             if sum(sizes) <= _CHEAP or turn % SELDOM == 0:
-                _measure(scaler, work, gathered)
+                _measure(scaler, pending, gathered)
             if self.recorder.due(turn):
-                names = self._names.of(work.optimizer, gathered.params)
+                names = self._names.of(pending.optimizer, gathered.params)
                 self._tensors += zip(names, sizes, strict=True)
                 self._counts.append(exponents(gathered.grads, turn))
 
     @_stop_on_error
-    def concluded(self, scaler: Any, works: list[Work]) -> None:
+    def updated(self, scaler: Scaler, pendings: list[Pending]) -> None:
         """Record the histograms; the log calls `row`."""
         tensors, self._tensors = self._tensors, []
         counts, self._counts = self._counts, []
-        scales = [work.outcome._scale for work in works if work.outcome is not None]
+        outcomes = [one.outcome for one in pendings if one.outcome is not None]
+        scales = [one.noted_scale for one in outcomes]
         if counts and scales:
             vector = torch.cat([some.flatten().float() for some in counts])
             end = backend.scalar(scales[-1], vector.device).reshape(1)
@@ -135,11 +141,11 @@ class Record(Extension):
     def row(self, row: Row, entry: Entry) -> None:
         """Record a row; find the offenders of a skip if the row has none."""
         feed(self.recorder, row, entry.time)
-        parts = None if entry.outcome is None else entry.outcome._parts
-        if not (row.applied or row.offenders or parts is None):
-            params, norms = parts
-            note = partial(self._offenders, row.step, params)
-            self._reader.post(torch.stack(list(norms)), note)
+        if entry.outcome is not None and not (row.applied or row.offenders):
+            clues = entry.outcome.clues
+            if len(clues.norms):
+                note = partial(self._offenders, row.step, clues.params)
+                self._reader.post(torch.stack(list(clues.norms)), note)
         self._collect()
 
     def flush(self) -> None:
@@ -158,7 +164,7 @@ class Record(Extension):
         split = partial(_split, numbers, tensors)
         self.recorder.histograms(step, numbers[-1], split)
 
-    def _offenders(self, step: int, params: list[Any], norms: list[float]) -> None:
+    def _offenders(self, step: int, params: Sequence[Any], norms: list[float]) -> None:
         found = [
             param
             for reference, norm in zip(params, norms, strict=True)
@@ -168,21 +174,26 @@ class Record(Extension):
             self.recorder.offenders(step, self._names.of(None, found))
 
 
-def _measure(scaler: Any, work: Work, gathered: Gathered) -> None:
+def _measure(scaler: Scaler, pending: Pending, gathered: Gathered) -> None:
     """Measure the norm and the largest gradient, unless done elsewhere."""
-    known = work.survey is not None and work.survey.norm is not None
+    has_norm = pending.survey is not None and pending.survey.norm is not None
     # One rank alone cannot measure the global norm, and the spike guard measures it
     # anyway.
-    known = known or scaler._agreement.active or scaler._hooks.find("spikes")
-    if known and work.amax is not None:
+    skip_norm = (
+        has_norm or scaler._ranks.several or scaler._hooks.find(Spikes) is not None
+    )
+    if skip_norm and pending.amax is not None:
         return
-    inverse = scaler._loss_scale.now().inverse
-    order, amax = None if known else 2.0, work.amax is None
-    survey = take_survey(gathered, inverse, order=order, amax=amax)
+    inverse = scaler._placed("step").inverse
+    survey = inspect(
+        gathered,
+        inverse,
+        order=None if skip_norm else 2.0,
+        wanted=(AMAX,) if pending.amax is None else (),
+    )
     if survey.norm is not None:
-        work.norm = (survey.norm * inverse).float()
-    if amax:
-        work.amax = survey.amax
+        pending.norm = survey.norm * inverse
+    pending.measured = {**survey.measured, **pending.measured}
 
 
 def _split(numbers: list[float], tensors: Sizes) -> dict[str, Counts]:

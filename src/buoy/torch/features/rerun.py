@@ -6,21 +6,27 @@ from typing import Any, TypeVar
 
 from buoy._backends import torch as backend
 from buoy._backends.torch.snapshot import RandomSnapshot
+from buoy._core.bounds import bounds_of
 from buoy._core.errors import CallOrderError, OptionError
 from buoy._core.policies.loss_ahead import unwrapped
+from buoy._core.policies.policy import Policy
 from buoy._core.policies.static import NoScaling, Static
 from buoy._core.verdicts import VERDICTS
-from buoy.torch.features.groups import family
+from buoy.torch.features.groups import Groups, Member
+from buoy.torch.hooks import Scaler
 from buoy.torch.outcome import LastStep
 
 __all__ = ["run"]
 
 _R = TypeVar("_R")
-_Steps = dict[LastStep, Any]  # each with the scaler, or scale group, that took it
+_Steps = dict[LastStep, Scaler]  # and who took it
 
 
 def run(
-    scaler: Any, step_fn: Callable[[], _R], optimizers: tuple[Any, ...], retries: int
+    scaler: Scaler,
+    step_fn: Callable[[], _R],
+    optimizers: tuple[Any, ...],
+    retries: int,
 ) -> _R:
     """Run a step; if it overflowed, run it again at a lower scale.
 
@@ -52,7 +58,7 @@ def run(
         return _attempt(scaler, step_fn, optimizers)
     _check(scaler, optimizers, retries)
     generators = RandomSnapshot()
-    after_one_skip: dict[Any, float] = {}  # the scales of those that overflowed
+    after_one_skip: dict[Scaler, float] = {}  # the scales of those that overflowed
     taken: _Steps = {}
     tries = 0
     try:
@@ -71,28 +77,28 @@ def run(
                 if not step.partner:
                     after_one_skip.setdefault(one, one.get_scale())
                     lower = math.ldexp(step.scale, -(2**tries))
-                    one._loss_scale.override(min(one.get_scale(), lower))
+                    _override(one, min(one.get_scale(), lower))
             generators.restore()
             tries += 1
     finally:
         applied = {one for step, one in taken.items() if step.applied}
         for one, scale in after_one_skip.items():
-            if one not in applied or _stays(one._loss_scale):
-                one._loss_scale.override(scale)
+            if one not in applied or _stays(one.policy):
+                _override(one, scale)
 
 
-def _check(scaler: Any, optimizers: tuple[Any, ...], retries: int) -> None:
+def _check(scaler: Scaler, optimizers: tuple[Any, ...], retries: int) -> None:
     """Raise for a call that a re-run could not repeat."""
     if type(retries) is not int or retries < 0:
         raise OptionError(
             f"`retries` must be a whole number, 0 or more; got {retries!r}."
         )
-    if (group := scaler._hooks.find("group")) is not None:
+    if (group := scaler._hooks.find(Member)) is not None:
         raise OptionError(
             f"`run` was called on scale group {group.name!r}, but a step belongs to "
             "all of them: call `scaler.run(...)` and use the scale groups inside."
         )
-    if optimizers and scaler._hooks.find("groups") is not None:
+    if optimizers and scaler._hooks.find(Groups) is not None:
         raise OptionError(
             "`run` was given optimizers, but this scaler has scale groups: which of "
             "them steps an optimizer is known to your code only. Let the function "
@@ -108,7 +114,9 @@ def _check(scaler: Any, optimizers: tuple[Any, ...], retries: int) -> None:
         )
 
 
-def _attempt(scaler: Any, step_fn: Callable[[], _R], optimizers: tuple[Any, ...]) -> _R:
+def _attempt(
+    scaler: Scaler, step_fn: Callable[[], _R], optimizers: tuple[Any, ...]
+) -> _R:
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     result = step_fn()
@@ -120,47 +128,52 @@ def _attempt(scaler: Any, step_fn: Callable[[], _R], optimizers: tuple[Any, ...]
     return result
 
 
-def _mid_iteration(scaler: Any) -> bool:
-    return any(s._enabled and s._per_optimizer_states for s in family(scaler))
+def _override(scaler: Scaler, scale: float) -> None:
+    """Set the scale within an iteration; keep the rest of the policy's state."""
+    scaler._placed("run").override(scale)
 
 
-def _last_steps(scaler: Any) -> _Steps:
+def _mid_iteration(scaler: Scaler) -> bool:
+    return any(one._enabled and one._per_optimizer_states for one in scaler._family)
+
+
+def _last_steps(scaler: Scaler) -> _Steps:
     """Map each optimizer's last step to the scaler, or scale group, that took it."""
     return {
-        step: one for one in family(scaler) for step in one._log.by_optimizer.values()
+        step: one for one in scaler._family for step in one._log.by_optimizer.values()
     }
 
 
-def _may_run_again(scaler: Any, taken: _Steps) -> bool:
+def _may_run_again(scaler: Scaler, taken: _Steps) -> bool:
     """Return whether all steps were skipped, and may succeed at a lower scale."""
     missed = {step: one for step, one in taken.items() if not step.applied}
     if not missed:
         return False
     curable = all(
         VERDICTS[step.verdict].curable
-        and (step.partner or step.scale > _lowest(one._loss_scale))
+        and (step.partner or step.scale > _lowest(one.policy))
         for step, one in missed.items()
     )
     one = next(iter(missed.values()))
-    objects = backend.scalar(float(not curable), one._loss_scale.now().device)
-    if any(backend.read([one._agreement.largest(objects, "again")])):
+    objects = backend.scalar(float(not curable), one._placed("run").device)
+    if backend.read_one(one._ranks.largest(objects, "again")):
         return False  # all ranks run again, or none
     if len(missed) < len(taken):
-        scaler._hooks.find("hints").warn("half a step", _HALF_A_STEP)
+        scaler._warn_once("half a step", _HALF_A_STEP)
         return False
     return True
 
 
-def _stays(scale: Any) -> bool:
+def _stays(policy: Policy) -> bool:
     """Return whether the policy would keep the scale of the last attempt for good."""
-    return isinstance(unwrapped(scale.policy), Static)
+    return isinstance(unwrapped(policy), Static)
 
 
-def _lowest(scale: Any) -> float:
+def _lowest(policy: Policy) -> float:
     """Return the lowest scale that may be tried."""
-    if isinstance(unwrapped(scale.policy), NoScaling):
+    if isinstance(unwrapped(policy), NoScaling):
         return math.inf
-    return float(scale.low if scale.runner is None else scale.runner.limits()[0])
+    return bounds_of(policy).low
 
 
 _NO_STEP = (

@@ -17,9 +17,11 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import gather, multiply_
 from buoy._core.errors import OptionError
 from buoy._core.spikes import SpikeGuard, SpikeState
-from buoy.torch.hooks import Extension, is_foreign
-from buoy.torch.iteration import Work
+from buoy.torch import step
+from buoy.torch.hooks import Extension, Scaler
 from buoy.torch.optimizers import takes_scaler, takes_scaling
+from buoy.torch.pending import Pending
+from buoy.torch.scale import Scale
 
 __all__ = ["Spikes"]
 
@@ -42,49 +44,54 @@ class Spikes(Extension):
     # -- steps -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def before_step(self, scaler: Any, work: Work) -> None:
-        """Measure the norm of gradients that the scaler did not clip."""
-        if takes_scaling(work.optimizer) and takes_scaler(work.optimizer):
-            raise OptionError(_CHECKS_ITSELF.format(type(work.optimizer).__name__))
-        ready = work["stage"] is OptState.READY and work.multiplier is None
-        if ready and is_foreign(scaler._unscale_grads_):
-            scaler.unscale_(work.optimizer)
-        if work["stage"] is OptState.READY and work.multiplier is None:
-            scaler._surveyor.survey_norm(work, 2.0)
-        elif work.spike is None:
-            self._judge_unscaled(scaler, work)
+    def before_step(self, scaler: Scaler, pending: Pending) -> None:
+        """Judge the norm of gradients that the scaler did not clip."""
+        optimizer = pending.optimizer
+        if takes_scaling(optimizer) and takes_scaler(optimizer):
+            raise OptionError(_CHECKS_ITSELF.format(type(optimizer).__name__))
+        scale = scaler._placed("step")
+        ready = pending.stage is OptState.READY and pending.factor is None
+        if ready and scaler._is_overridden("_unscale_grads_"):
+            scaler.unscale_(optimizer)
+        if pending.stage is OptState.READY and pending.factor is None:
+            step.measure_norm(scaler, scale, pending, 2.0)  # calls `norm_measured`
+        elif pending.spike is None:
+            self._judge_unscaled(scaler, scale, pending)
 
-    def norm_taken(self, scaler: Any, work: Work) -> None:
-        """Test a norm while the gradients are still scaled."""
-        if work.norm is None or work.multiplier is None:
+    def norm_measured(self, scaler: Scaler, pending: Pending) -> None:
+        """Judge a norm while the gradients are still scaled."""
+        if pending.norm is None or pending.factor is None:
             return
-        factor = self._judge(scaler, work)
+        factor = self._judge(scaler, pending, pending.norm)
         if self.guard.mode == "clip":
-            work.multiplier = work.multiplier * factor
-            work.clipped_norm = work.norm * factor
+            pending.factor = pending.factor * factor
+            pending.clipped_norm = pending.norm * factor
 
-    def _judge_unscaled(self, scaler: Any, work: Work) -> None:
-        """Test the norm of gradients that were unscaled by hand."""
-        if work.norm is None:  # before `settle`, whose message it replaces
-            scaler._surveyor.norm(work, 2.0)
-        scaler._surveyor.settle(work)
-        if not work["found_inf_per_device"]:
+    def _judge_unscaled(self, scaler: Scaler, scale: Scale, pending: Pending) -> None:
+        """Judge the norm of gradients that were unscaled by hand."""
+        if pending.norm is None:  # it also agrees with the other ranks
+            step.measure_norm(scaler, scale, pending, 2.0)
+        step.agree(scaler, pending)
+        if not pending.flags or pending.norm is None:
             return  # no rank has gradients
-        factor = self._judge(scaler, work)
+        factor = self._judge(scaler, pending, pending.norm)
         if self.guard.mode == "clip":
-            multiply_(gather(work.optimizer), factor)
+            multiply_(gather(pending.optimizer), factor)
 
-    def _judge(self, scaler: Any, work: Work) -> torch.Tensor:
-        """Store whether this is a spike; return the clip factor.  float32 []."""
-        home, index = scaler._loss_scale.now().device, self._index(work.optimizer)
-        norm = backend.scalar(work.norm, home)  # type: ignore[arg-type]
+    def _judge(
+        self, scaler: Scaler, pending: Pending, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Note whether this is a spike; return the clip factor.  float32 []."""
+        home = scaler._placed("step").device
+        index = self._index(pending.optimizer)
+        norm = backend.scalar(norm, home)
         held = astuple(self._states[index])
         state = SpikeState(*(backend.scalar(number, home) for number in held))
         judged = self.guard.look(state, torch.log2(norm), ops=backend.ops())
         self._states[index] = judged.state
-        work.spike = judged.spike.float()
+        pending.spike = judged.spike.float()
         if self.guard.mode == "skip":
-            work.veto(work.spike, home)
+            pending.skip_where(pending.spike)
         return torch.where(judged.spike, torch.exp2(judged.limit) / norm, 1.0)
 
     def _index(self, optimizer: Any) -> int:

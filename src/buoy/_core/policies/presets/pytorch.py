@@ -2,6 +2,8 @@
 
 from math import inf
 
+from buoy._core.checks import whole
+from buoy._core.policies.backoff_checks import check_factors
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks
@@ -22,12 +24,15 @@ def torch(
     Bug of the peer: without a floor the scale reaches 0, and 1/0 then writes NaN into
     the weights.  `backoff` has the same trajectory and bounds.
     """
-    return TorchRule(
+    policy = TorchRule(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
     )
+    check_factors(policy)
+    whole(policy, "growth_interval", least=1)
+    return policy
 
 
 @preset("torch.distributed.fsdp.sharded_grad_scaler 2.13, on a CPU")
