@@ -53,7 +53,7 @@ coverage: $(READY)
 # While writing: style, types and the tests that are not slow, in about three minutes on
 # two cores.
 quick: check
-	$(BIN)/$(PYTEST) $(PARALLEL) -m 'not slow and not long' tests
+	$(BIN)/$(PYTEST) $(PARALLEL) -m 'not slow' tests
 
 # Small changes of the code that the tests must notice; 60 of them, chosen by a seed.
 mutants: $(READY)
