@@ -21,8 +21,8 @@ from buoy._core.bounds import bounds_of
 from buoy._core.codec import decode, encode, register
 from buoy._core.errors import BuoyError, MissingBackendError, ScaleCollapsedError
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar
-from buoy._core.policies.policy import Policy, State, lacks
-from buoy._core.state import Seen, map_state
+from buoy._core.policies.policy import Policy, lacks
+from buoy._core.state import Seen, State, map_state
 from buoy._core.step import MEASUREMENTS
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ A front end reads the policy's state from its variables, looks at the gradients,
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from buoy._core import bounds
 from buoy._core.formats import FLOAT32_MAX
@@ -15,7 +15,7 @@ from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.start import exponent_of
 from buoy._core.ring import NOT_MEASURED, Measured, line_of
-from buoy._core.state import Seen, map_state, stores_scale
+from buoy._core.state import Seen, State, map_state, stores_scale
 from buoy._core.step import as_wanted, decide
 
 __all__ = [
@@ -44,14 +44,14 @@ class Advanced(NamedTuple):
     """The decision about a step, and its row in the log."""
 
     applied: Scalar  # bool []
-    state: Any  # the policy's, for the next step
+    state: State  # the policy's, for the next step
     factor: Scalar  # float32 []: gradients x factor are unscaled
     line: tuple[Scalar, ...]  # the numbers of `ring.COLUMNS`
 
 
 def advance(
     policy: Policy,
-    state: Any,
+    state: State,
     found: Found,
     measured: Mapping[str, Scalar],
     *,
@@ -116,8 +116,8 @@ def single(scale: Scalar, ops: Ops) -> Scalar:
 
 
 def foreseen(
-    policy: Policy, state: Any, loss: Scalar, *, known: Scalar, ops: Ops
-) -> Any:
+    policy: Policy, state: State, loss: Scalar, *, known: Scalar, ops: Ops
+) -> State:
     """Return the state after the policy has seen the loss, unless one was `known`.
 
     Several losses of one step must carry one scale: only the first may lower it.
@@ -135,7 +135,7 @@ def foreseen(
     return map_state(lambda old, new: ops.where(known, old, new), state, after)
 
 
-def capped(policy: Policy, state: Any, ops: Ops) -> Any:
+def capped(policy: Policy, state: State, ops: Ops) -> State:
     """Return the state for a loss in FP16, whose cotangent is the scale itself.
 
     A policy that places the scale by measurement cannot know that limit; the classic

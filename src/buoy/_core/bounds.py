@@ -7,13 +7,12 @@ the policy.  On arrays nothing can be raised: the step leaves the state unchange
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from buoy._core.errors import PolicyError, ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import PLAIN, Ops, Scalar, ops_of, single
 from buoy._core.policies.policy import Bounds, Policy
-from buoy._core.state import Seen, map_state, stores_scale
+from buoy._core.state import Seen, State, map_state, stores_scale
 
 __all__ = ["bounds_of", "foreseen", "initial", "moved"]
 
@@ -38,7 +37,7 @@ def bounds_of(policy: Policy) -> Bounds:
     return Bounds(low, high, peer)
 
 
-def initial(policy: Policy, scale: Scalar = None) -> Any:
+def initial(policy: Policy, scale: Scalar = None) -> State:
     """Return the policy's initial state; raise if its scale cannot be used.
 
     Example:
@@ -53,16 +52,21 @@ def initial(policy: Policy, scale: Scalar = None) -> Any:
 
 
 def foreseen(
-    policy: Policy, state: Any, loss: Scalar, *, ops: Ops, bounds: Bounds | None = None
-) -> Any:
+    policy: Policy,
+    state: State,
+    loss: Scalar,
+    *,
+    ops: Ops,
+    bounds: Bounds | None = None,
+) -> State:
     """Return the policy's state for this step's loss, its scale within the bounds."""
     after = policy.foresee(state, loss, ops=ops)
     return _kept(policy, after, state, bounds or bounds_of(policy), ops, "foresee")
 
 
 def moved(
-    policy: Policy, state: Any, seen: Seen, *, ops: Ops, bounds: Bounds | None = None
-) -> Any:
+    policy: Policy, state: State, seen: Seen, *, ops: Ops, bounds: Bounds | None = None
+) -> State:
     """Return the policy's next state, its scale within the bounds.
 
     Raises what the policy raises; the state of a `ScaleCollapsedError` is bounded, too.
@@ -87,8 +91,8 @@ def moved(
 
 
 def _kept(
-    policy: Policy, after: Any, before: Any, bounds: Bounds, ops: Ops, method: str
-) -> Any:
+    policy: Policy, after: State, before: State, bounds: Bounds, ops: Ops, method: str
+) -> State:
     """Return a policy's new state with its scale within the bounds.
 
     A scale that is NaN, 0 or negative is unusable: the state stays as it was.  Other
@@ -114,8 +118,8 @@ def _kept(
 
 
 def _kept_plain(
-    policy: Policy, after: Any, before: Any, bounds: Bounds, method: str
-) -> Any:
+    policy: Policy, after: State, before: State, bounds: Bounds, method: str
+) -> State:
     if not _usable(after.scale) and not bounds.peer:
         raise _unusable(policy, method, before.scale, after.scale)
     state = after if after.scale > 0.0 else before
@@ -125,12 +129,14 @@ def _kept_plain(
     return replace(state, scale=scale) if stores_scale(state) else before
 
 
-def _usable(scale: Any) -> bool:
+def _usable(scale: Scalar) -> bool:
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     return number and 0.0 < scale < math.inf
 
 
-def _unusable(policy: Policy, method: str, before: Any, after: Any) -> PolicyError:
+def _unusable(
+    policy: Policy, method: str, before: object, after: object
+) -> PolicyError:
     was = "" if before is None else f"; it was {before!r}"
     return PolicyError(
         f"The policy {type(policy).__name__} returned a scale of {after!r} from "

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def number(
-    policy: Any,
+    policy: object,
     field: str,
     *,
     above: float = -math.inf,
@@ -61,7 +61,7 @@ def number(
     )
 
 
-def whole(policy: Any, field: str, *, least: int) -> None:
+def whole(policy: object, field: str, *, least: int) -> None:
     """Raise unless the field is a whole number of at least `least`."""
     value = getattr(policy, field)
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
@@ -69,32 +69,32 @@ def whole(policy: Any, field: str, *, least: int) -> None:
     _refuse(policy, field, f"a whole number of at least {least}")
 
 
-def instance(policy: Any, field: str, kind: type[Any]) -> None:
+def instance(policy: object, field: str, kind: type[Any]) -> None:
     """Raise unless the field is an instance of the class."""
     if not isinstance(getattr(policy, field), kind):
         _refuse(policy, field, f"a {kind.__name__}")
 
 
-def boolean(policy: Any, field: str) -> None:
+def boolean(policy: object, field: str) -> None:
     """Raise unless the field is True or False."""
     if not isinstance(getattr(policy, field), bool):
         _refuse(policy, field, "True or False")
 
 
-def choice(policy: Any, field: str, accepted: tuple[str, ...]) -> None:
+def choice(policy: object, field: str, accepted: tuple[str, ...]) -> None:
     """Raise unless the field is one of the choices."""
     if getattr(policy, field) not in accepted:
         _refuse(policy, field, "one of " + ", ".join(map(repr, accepted)))
 
 
-def power_of_two(policy: Any, field: str) -> None:
+def power_of_two(policy: object, field: str) -> None:
     """Raise unless the field is a power of two."""
     number(policy, field, above=0.0)
     if math.frexp(getattr(policy, field))[0] != 0.5:
         _refuse(policy, field, "a power of two")
 
 
-def ordered(policy: Any, lower: str, upper: str) -> None:
+def ordered(policy: object, lower: str, upper: str) -> None:
     """Raise if the lower bound is above the upper one."""
     low, high = getattr(policy, lower), getattr(policy, upper)
     if low > high:
@@ -105,7 +105,7 @@ def ordered(policy: Any, lower: str, upper: str) -> None:
         raise PolicyError(message)
 
 
-def _refuse(policy: Any, field: str, accepted: str) -> None:
+def _refuse(policy: object, field: str, accepted: str) -> None:
     message = (
         f"{type(policy).__name__}: `{field}` must be {accepted}, "
         f"got {getattr(policy, field)!r}."

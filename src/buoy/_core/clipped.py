@@ -17,8 +17,10 @@ _EPSILON = 1e-6  # that clipping functions add to the norm
 _VARIES = 16.0  # such errors, by which gradients differ that are not the same ones
 _LARGEST = 0.01  # error that is tolerated
 _COUNT = 2048.0  # by which gradients are averaged
-_ROWS, _SHARE = 8, 0.1  # recorded steps with one norm, and among those with any
-_ALL_ROWS, _ALL = 20, 0.9  # ... if the scale never changed
+_ROWS = 8  # recorded steps with one norm
+_SHARE = 0.1  # of the steps with any norm
+_ALL_ROWS = 20  # the same two where the scale never changed
+_ALL = 0.9
 _LEAST = 2.0**-10  # FP16 rounds smaller sizes to a few numbers
 
 
@@ -50,7 +52,8 @@ def is_threshold(every: Sequence[SeenScaled], kind: int) -> bool:
         return False
     before = [one[kind + 2] for one in same if one[kind + 2] > 0.0]
     scales = [one.scale for one in same]
-    digits, margin = 1 if last.error else 2, 1.0 + _VARIES * error
+    digits = 1 if last.error else 2
+    margin = 1.0 + _VARIES * error
     moved = max(scales) > margin * min(scales)
     if not before:  # no backward pass was seen, and nothing else is known
         return moved and _is_round(size, digits, error)
@@ -112,7 +115,8 @@ def find_threshold(
     """
     every = sorted((a * b, b) for a, b in zip(sizes, scales, strict=True))
     scaled = [size for size, _ in every]
-    best, start = (0, 0), 0
+    best = (0, 0)
+    start = 0
     for end, size in enumerate(scaled, 1):
         while scaled[start] < size * (1.0 - 2.0 * _EXACT):
             start += 1

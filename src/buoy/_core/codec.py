@@ -163,7 +163,7 @@ def _value(kind: type[Any], name: str, value: Any) -> Any:
     raise StateVersionError(message)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or value in ("inf", "-inf")
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from math import log2
-from typing import Any
 
 from buoy._core.errors import PolicyError
 
@@ -102,7 +101,7 @@ _OTHER_NAMES = {
 }
 
 
-def number_format(name: Any) -> Format:
+def number_format(name: object) -> Format:
     """Return a format by our name or a framework's dtype name.
 
     Example:

@@ -26,7 +26,8 @@ __all__ = [
 Scalar = Any  # a number: of Python or NumPy, a 0-d tensor, a traced array
 Precision = Literal["float32", "float64"]
 
-_PACK, _UNPACK = struct.Struct("f").pack, struct.Struct("f").unpack
+_PACK = struct.Struct("f").pack
+_UNPACK = struct.Struct("f").unpack
 
 
 class Ops(Protocol):

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from buoy._core.ops import Scalar
 from buoy._core.verdicts import Verdict
 
 __all__ = [
     "Seen",
+    "State",
     "Step",
     "Verdict",
     "map_state",
@@ -17,6 +18,8 @@ __all__ = [
     "stores_scale",
     "with_numbers",
 ]
+
+State: TypeAlias = Any  # of a policy: a frozen dataclass of scalars, with a `scale`
 
 _S = TypeVar("_S")
 
@@ -47,7 +50,7 @@ def map_state(function: Callable[..., Scalar], state: _S, *others: _S) -> _S:
     return type(state)(**values)
 
 
-def parts(state: Any) -> Iterator[Any]:
+def parts(state: State) -> Iterator[State]:
     """Yield a state and the states inside it, which a policy around another has.
 
     Example:
@@ -61,7 +64,7 @@ def parts(state: Any) -> Iterator[Any]:
             yield from parts(value)
 
 
-def numbers(state: Any) -> dict[str, Scalar]:
+def numbers(state: State) -> dict[str, Scalar]:
     """Return the numbers of a state by name, e.g. "scale", or "inner.scale".
 
     Example:
@@ -91,7 +94,7 @@ def with_numbers(state: _S, found: Mapping[str, Scalar]) -> _S:
     return map_state(lambda _: next(in_order), state)
 
 
-def stores_scale(state: Any) -> bool:
+def stores_scale(state: State) -> bool:
     """Return whether the scale is a field, not computed from others.
 
     Example:
@@ -105,8 +108,8 @@ def stores_scale(state: Any) -> bool:
 class Seen:
     """The findings about one step's gradients, combined over all ranks.
 
-    `None` means "not measured".  The fields may be tensors or tracers, so they are not
-    validated.
+    "Not measured" is None where the host knows that, and NaN on a device.  The fields
+    may be tensors or tracers, so they are not validated.
 
     Example:
         >>> Seen(finite=True, amax_log2=3.5).amax_log2

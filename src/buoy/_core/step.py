@@ -7,13 +7,13 @@ torch tensors and JAX tracers; each backend has its `Ops`.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from buoy._core.bounds import moved
 from buoy._core.formats import FP16_MAX_LOG2
 from buoy._core.ops import Ops, Scalar
 from buoy._core.policies.policy import Policy
-from buoy._core.state import Seen
+from buoy._core.state import Seen, State
 from buoy._core.verdicts import Verdict
 
 __all__ = [
@@ -140,7 +140,7 @@ class Decision(NamedTuple):
     """The decision about a step."""
 
     applied: Scalar  # bool []
-    state: Any  # the policy's, for the next step
+    state: State  # the policy's, for the next step
     factor: Scalar  # float32 []: gradients x factor are unscaled and clipped
 
 
@@ -186,7 +186,7 @@ class Row(NamedTuple):
 
 def decide(
     policy: Policy,
-    state: Any,
+    state: State,
     seen: Seen,
     *,
     inverse: Scalar,

@@ -176,7 +176,8 @@ class Watch:
         if not isinstance(patience, int) or patience < 1:
             message = f"`patience` must be a whole number above 0, got {patience!r}."
             raise OptionError(message)
-        self.on_stuck, self.patience = on_stuck, patience
+        self.on_stuck = on_stuck
+        self.patience = patience
         self.steps = 0  # with a known outcome
         self.skips = 0
         self.streak = 0  # steps skipped in a row

@@ -22,8 +22,7 @@ from buoy.demo.workloads import Forward, Workload
 from buoy.emulate import LOSSES, emulate
 from buoy.torch import GradScaler
 from buoy.trace import Row
-from buoy.trace.counts import Counts
-from buoy.trace.recording import Shot
+from buoy.trace.counts import Counts, Shot
 
 __all__ = ["Outcome", "train"]
 

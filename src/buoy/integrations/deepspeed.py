@@ -14,9 +14,9 @@ from buoy._core.bounds import initial, moved
 from buoy._core.codec import decode, encode
 from buoy._core.errors import OptionError
 from buoy._core.ops import PLAIN
-from buoy._core.policies.policy import Policy, State
+from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as make_policy
-from buoy._core.state import Seen
+from buoy._core.state import Seen, State
 from buoy.integrations.common import make_scaler
 from buoy.integrations.common import metrics as metrics_of
 from buoy.torch import Extension, GradScaler

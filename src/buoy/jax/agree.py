@@ -4,7 +4,7 @@ Under `jit` arrays are global and no communication is needed.  Inside `shard_map
 `pmap` each device has its own part: `axis_name` names the axes to reduce over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def axes_of(axis_name: Any) -> tuple[Any, ...] | None:
+def axes_of(axis_name: object) -> tuple[Hashable, ...] | None:
     """Return `axis_name` as a tuple; None if it was not given."""
     if axis_name is None:
         return None
@@ -64,7 +64,9 @@ def varying(value: Any) -> tuple[str, ...]:
     return tuple(sorted(getattr(kind, "vma", now)))  # `vma` before 0.10
 
 
-def check_axes(values: dict[str, Any], axes: tuple[Any, ...] | None, what: str) -> None:
+def check_axes(
+    values: dict[str, Any], axes: tuple[Hashable, ...] | None, what: str
+) -> None:
     """Raise if devices would decide independently; `values` are checked by name."""
     if axes:
         _check_bound(axes)
@@ -95,7 +97,7 @@ def _tracked(manual: tuple[str, ...]) -> bool:
     return bool(varying(jax.lax.axis_index(manual[0])))
 
 
-def _check_bound(axes: tuple[Any, ...]) -> None:
+def _check_bound(axes: tuple[Hashable, ...]) -> None:
     for axis in axes:
         try:
             jax.lax.axis_index(axis)
@@ -124,7 +126,7 @@ def devices_of(value: jax.Array) -> int:
     return count
 
 
-def largest(values: list[jax.Array], axes: tuple[Any, ...]) -> list[jax.Array]:
+def largest(values: list[jax.Array], axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Return the maximum of each number over all devices, in one collective.
 
     NaN becomes inf: both mean "not finite", and not every collective keeps NaN.

@@ -1,6 +1,6 @@
 """One step: check the gradients, move the scale, apply or skip the update."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from buoy._backends.jax import ops
 from buoy._core.ops import Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.ring import NOT_MEASURED, Measured, line_of
-from buoy._core.state import Seen
+from buoy._core.state import Seen, State
 from buoy._core.step import Measurement, as_wanted, decide, schedule
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes, may_branch
@@ -34,7 +34,7 @@ class Options(NamedTuple):
     inner: optax.GradientTransformationExtraArgs
     policy: Policy
     max_norm: float | None
-    axes: tuple[Any, ...] | None
+    axes: tuple[Hashable, ...] | None
     history: int
     measure_amax: bool = False  # in every step
 
@@ -52,8 +52,12 @@ class _Scales(NamedTuple):
 
 
 def advance(
-    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> tuple[Any, LossScaledState]:
+    options: Options,
+    grads: optax.Updates,
+    state: LossScaledState,
+    params: optax.Params,
+    extra: dict[str, Any],
+) -> tuple[optax.Updates, LossScaledState]:
     """Return the updates and the next state."""
     _check(options, grads, state, params)
     policy = options.policy
@@ -102,7 +106,9 @@ def advance(
     )
 
 
-def _check(options: Options, grads: Any, state: Any, params: Any) -> None:
+def _check(
+    options: Options, grads: optax.Updates, state: Any, params: optax.Params
+) -> None:
     if not isinstance(state, LossScaledState):
         message = (
             "The state passed to `update` is not a state of `loss_scaled`, got "
@@ -130,14 +136,15 @@ def _check(options: Options, grads: Any, state: Any, params: Any) -> None:
     leaves.check_floats(grads, "gradient")
     if params is not None:
         leaves.check_same(grads, params)
-    names, count = leaves.names_of(grads), len(state.plan.names)
+    names = leaves.names_of(grads)
+    count = len(state.plan.names)
     if len(names) != count or (params is None and names != state.plan.names):
         raise StructureError(leaves.difference(names, state.plan.names))
     named = dict(zip(names, jax.tree.leaves(grads), strict=True))
     check_axes(named, options.axes, "gradient")
 
 
-def _scales(planned: Any, foreseen: Any) -> _Scales:
+def _scales(planned: State, foreseen: State) -> _Scales:
     """Return the two scales of a step.
 
     Gradients always have the planned scale, that of `scale_of(opt_state)`.  A backward
@@ -178,15 +185,16 @@ def _seen(looked: Survey, scales: _Scales, options: Options, steps: jax.Array) -
     With clipping, a norm beyond float32 is an overflow, too: clipped by it, all
     gradients would be 0.
     """
-    amax, norm = looked.amax, looked.norm
     finite = jnp.logical_not(jnp.any(looked.bad))
     if options.max_norm is not None:
+        norm = looked.norm
         finite &= jnp.isfinite(norm) & jnp.isfinite(norm * scales.inverse)
-    wanted, measured = options.wanted, dict(looked.measured)
-    if amax is not None:
-        size = amax * scales.lowered
-        due = wanted["amax_log2"].due(steps) if "amax_log2" in wanted else True
-        size = size if due is True else jnp.where(due, size, jnp.nan)
+    measured = dict(looked.measured)
+    if looked.amax is not None:
+        size = looked.amax * scales.lowered
+        wanted = options.wanted.get("amax_log2")
+        if options.measure_amax and wanted is not None:  # measured, but not to be shown
+            size = jnp.where(wanted.due(steps), size, jnp.nan)
         measured["amax_log2"] = size
     loss_finite = None
     if "loss_finite" in options.policy.wants and looked.loss is not None:
@@ -203,7 +211,7 @@ def _log2(size: jax.Array) -> jax.Array:
     return (whole - 1).astype(jnp.float32) + jnp.log2(2.0 * part)
 
 
-def _multiplied(grads: Any, factor: jax.Array) -> Any:
+def _multiplied(grads: optax.Updates, factor: jax.Array) -> optax.Updates:
     def multiply(grad: jax.Array) -> jax.Array:
         if grad.dtype == jnp.float16:  # unscaled values do not fit
             grad = grad.astype(jnp.float32)
@@ -215,8 +223,12 @@ def _multiplied(grads: Any, factor: jax.Array) -> Any:
 
 
 def _inner(
-    options: Options, grads: Any, inner: Any, params: Any, extra: dict[str, Any]
-) -> tuple[Any, Any]:
+    options: Options,
+    grads: optax.Updates,
+    inner: optax.OptState,
+    params: optax.Params,
+    extra: dict[str, Any],
+) -> tuple[optax.Updates, optax.OptState]:
     if params is not None and not keeps_masters(inner):
         params = leaves.widen_fp16(params)
     updates, after = options.inner.update(grads, inner, params, **extra)

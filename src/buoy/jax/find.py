@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import optax
 
 from buoy.jax.carried import note_read
 from buoy.jax.clipped import note_nesting
@@ -14,7 +15,7 @@ from buoy.jax.state import LossScaledState
 __all__ = ["find", "holds_state", "scale_of"]
 
 
-def scale_of(opt_state: Any) -> jax.Array:
+def scale_of(opt_state: optax.OptState) -> jax.Array:
     """Return the scale of the next loss, without waiting for the device.
 
     `opt_state` may be any tree that holds the state of one `loss_scaled`: an

@@ -43,7 +43,8 @@ def _to_dict(state: Any) -> dict[str, Any]:
 
 
 def _from_dict(target: Any, held: Any) -> Any:
-    names, kind = _names(target), type(target).__name__
+    names = _names(target)
+    kind = type(target).__name__
     if not isinstance(held, dict):
         message = (
             f"The saved state is not a {kind}: it is {held!r:.60}. Pass what flax's "

@@ -1,5 +1,6 @@
 """Pass the loss to the policy before it is scaled (`Policy.foresee`)."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from buoy._backends.jax import ops
 from buoy._core import bounds
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.policies.policy import Policy
+from buoy._core.state import State
 from buoy.jax.agree import furthest, largest
 
 __all__ = ["foreseen", "number_of", "single"]
@@ -23,7 +25,7 @@ def number_of(loss: Any) -> jax.Array:
 
 
 def foreseen(
-    policy: Policy, scaling: Any, loss: Any, axes: tuple[Any, ...] | None
+    policy: Policy, scaling: State, loss: Any, axes: tuple[Hashable, ...] | None
 ) -> Any:
     """Return the policy's state for this step's backward pass.
 

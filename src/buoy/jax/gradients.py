@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from buoy.jax import foresight, leaves
 from buoy.jax.agree import check_axes
@@ -50,7 +51,7 @@ def value_and_grad(
     if argnums is not None:
         options["argnums"] = argnums
 
-    def differentiate(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def differentiate(opt_state: optax.OptState, /, *args: Any, **kwargs: Any) -> Any:
         state = find(opt_state)
         note_read(state.plan)
         if transform is jax.value_and_grad and not options.get("allow_int"):
@@ -116,7 +117,7 @@ def _scale_for(loss: Any, state: LossScaledState) -> jax.Array:
 
 
 def _at_planned_scale(
-    grads: Any, loss: Any, scale: jax.Array, state: LossScaledState
+    grads: optax.Updates, loss: Any, scale: jax.Array, state: LossScaledState
 ) -> Any:
     """Multiply gradients of a backward pass at a lower scale up to the planned one."""
     grads = leaves.widen_fp16(grads)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from buoy.jax.errors import IntegerLeafError, StructureError
 
@@ -84,7 +85,7 @@ def check_floats(tree: Any, what: str) -> None:
         raise IntegerLeafError(message)
 
 
-def check_same(grads: Any, params: Any) -> None:
+def check_same(grads: optax.Updates, params: optax.Params) -> None:
     """Raise if gradients and parameters have different trees; name the difference."""
     shapes: list[Any] = [jax.tree.structure(tree) for tree in (grads, params)]
     if shapes[0] != shapes[1]:

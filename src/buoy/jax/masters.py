@@ -92,7 +92,7 @@ def _master(param: Any) -> Any:
     return jnp.asarray(param, jnp.float32) if _is_half(param) else None
 
 
-def _filled(masters: Any, params: Any) -> Any:
+def _filled(masters: Any, params: optax.Params) -> Any:
     """Replace parameters by their masters."""
     return jax.tree.map(
         lambda param, master: param if master is None else master,
@@ -106,7 +106,7 @@ def _wide_as(grad: Any, param: Any) -> Any:
     return grad.astype(jnp.float32) if _is_half(grad) and not _is_half(param) else grad
 
 
-def _differences(params: Any, after: Any, moved: Any) -> Any:
+def _differences(params: optax.Params, after: Any, moved: Any) -> Any:
     def difference(param: Any, new: Any, step: Any) -> Any:
         if not _is_half(param):
             return step

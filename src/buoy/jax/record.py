@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from buoy._core.feed import BINS, Records, feed
 from buoy._core.watch import PATIENCE, OnStuck, Watch
@@ -75,7 +76,7 @@ class Feed:
         if attach is not None:
             attach(self.flush)
 
-    def __call__(self, opt_state: Any) -> None:
+    def __call__(self, opt_state: optax.OptState) -> None:
         """Take the state after a step."""
         state = find(opt_state)
         check_concrete(state, "Feed")
@@ -87,7 +88,7 @@ class Feed:
             self._write(self._copied)
             self._copied = _copy(state)
 
-    def gradients(self, opt_state: Any, grads: Any) -> None:
+    def gradients(self, opt_state: optax.OptState, grads: optax.Updates) -> None:
         """Record the exponents of these scaled gradients, e.g. every hundred steps.
 
         `opt_state` must be the state that they were computed with.
@@ -104,7 +105,8 @@ class Feed:
 
     def flush(self) -> None:
         """Write all pending steps; this waits for the last one."""
-        latest, self._latest = self._latest, None
+        latest = self._latest
+        self._latest = None
         if latest is not None and not _is_deleted(latest.rows):
             self._write(latest)
         else:
@@ -142,7 +144,8 @@ class Feed:
         for i, row in enumerate(rows, 1):
             share = i / len(rows)
             feed(self._recorder, row, self._since + share * (now - self._since))
-        self._since, self._written = now, rows[-1].step
+        self._since = now
+        self._written = rows[-1].step
         for row in rows:
             self._watch.note(row)
 

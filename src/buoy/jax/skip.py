@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 __all__ = ["apply_or_skip"]
 
@@ -36,10 +37,10 @@ def apply_or_skip(
 
 
 def _branched(update: Update, applied: jax.Array, given: Any) -> tuple[Any, Any]:
-    def apply(grads: Any, inner: Any, params: Any) -> Any:
+    def apply(grads: optax.Updates, inner: Any, params: optax.Params) -> Any:
         return jax.tree.map(_strong, update(grads, inner, params))
 
-    def skip(grads: Any, inner: Any, params: Any) -> Any:
+    def skip(grads: optax.Updates, inner: Any, params: optax.Params) -> Any:
         updates, after = jax.eval_shape(apply, grads, inner, params)
         nothing = jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), updates)
         return nothing, jax.tree.map(_as_is, inner, after)

@@ -1,5 +1,6 @@
 """The state of `loss_scaled`, as one pytree."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from buoy._core.policies.policy import Policy
 from buoy._core.ring import COLUMNS
-from buoy._core.state import numbers
+from buoy._core.state import State, numbers
 from buoy.jax.errors import StructureError, UnhashablePolicyError
 
 __all__ = [
@@ -25,7 +26,7 @@ class Plan:
     """The static part of the state: JAX compiles once per plan."""
 
     policy: Policy
-    axes: tuple[Any, ...] | None
+    axes: tuple[Hashable, ...] | None
     names: tuple[str, ...]
     digest: int  # the hash, computed once: JAX needs it at every call
 
@@ -42,7 +43,7 @@ class Plan:
 
 
 def make_plan(
-    policy: Policy, axes: tuple[Any, ...] | None, names: tuple[str, ...]
+    policy: Policy, axes: tuple[Hashable, ...] | None, names: tuple[str, ...]
 ) -> Plan:
     """Return a plan; raise for a policy that is not hashable, naming the field."""
     try:
@@ -74,7 +75,7 @@ class LossScaledState:
     `rows` and `bad` are ring buffers: step i is in row i modulo their length.
     """
 
-    scaling: Any  # the policy's state
+    scaling: State  # the policy's state
     inner: Any  # the inner transformation's state
     steps: jax.Array  # int32 []: updates so far, skipped ones too
     rows: jax.Array  # float32 [history, len(COLUMNS)]
@@ -83,7 +84,7 @@ class LossScaledState:
 
 
 def initial_state(
-    scaling: Any, inner: Any, history: int, plan: Plan
+    scaling: State, inner: Any, history: int, plan: Plan
 ) -> LossScaledState:
     """Return the state before the first step."""
     return LossScaledState(

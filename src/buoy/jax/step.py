@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from buoy._core.errors import DeviceModeError
 from buoy._core.ring import COLUMNS, rows_of
@@ -17,7 +18,7 @@ from buoy.jax.state import LossScaledState
 __all__ = ["applied_of", "check_concrete", "last_step", "read_rows"]
 
 
-def applied_of(opt_state: Any) -> jax.Array:
+def applied_of(opt_state: optax.OptState) -> jax.Array:
     """Return whether the last update was applied: bool [], also under `jit`.
 
     Use it for what must not advance on skipped steps: averages of weights, counters,
@@ -37,7 +38,7 @@ def applied_of(opt_state: Any) -> jax.Array:
     return jnp.take_along_axis(column, last[..., None], axis=-1)[..., 0] == 1
 
 
-def last_step(opt_state: Any, params: Any = None) -> Row:
+def last_step(opt_state: optax.OptState, params: optax.Params = None) -> Row:
     """Return the outcome of the last step; this waits for the device.
 
     If you pass `params`, the verdict also detects non-finite weights.
@@ -94,7 +95,7 @@ def read_rows(state: LossScaledState) -> list[Row]:
     return rows_of(int(steps), rows, bad, state.plan.names)
 
 
-def _poisoned(inner: Any, params: Any) -> bool:
+def _poisoned(inner: Any, params: optax.Params) -> bool:
     return not bool(_sound(_floats(inner), _floats(params)))
 
 

@@ -5,7 +5,7 @@ If it is not finite, a second pass distinguishes an overflowing sum from an over
 gradient.  No decision depends on how a maximum treats NaN.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -154,7 +154,8 @@ def measure(
 
 def _underflow(leaves: Sequence[Any], lowered: jax.Array) -> jax.Array:
     """Return the share of the nonzero gradients that is small.  float32 []."""
-    stride, limit = sample_stride(sum(map(jnp.size, leaves))), SMALL / lowered
+    stride = sample_stride(sum(map(jnp.size, leaves)))
+    limit = SMALL / lowered
     small = nonzero = jnp.zeros((), jnp.int32)
     for leaf in leaves:
         below, there = count_small(leaf, limit, stride)
@@ -166,7 +167,7 @@ def _underflow(leaves: Sequence[Any], lowered: jax.Array) -> jax.Array:
 MEASURE = {"underflow": _underflow}  # besides "amax_log2", which `survey` takes
 
 
-def agreed(seen: Survey, axes: tuple[Any, ...] | None) -> Survey:
+def agreed(seen: Survey, axes: tuple[Hashable, ...] | None) -> Survey:
     """Combine the findings of all devices, in one collective."""
     if not axes:
         return seen

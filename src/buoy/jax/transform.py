@@ -104,7 +104,7 @@ def _is_norm(max_norm: Any) -> bool:
     return isinstance(max_norm, (int, float, jax.Array)) and bool(max_norm > 0)
 
 
-def _init(options: Options, params: Any) -> LossScaledState:
+def _init(options: Options, params: optax.Params) -> LossScaledState:
     leaves.check_floats(params, "parameter")
     masters = keeps_masters(jax.eval_shape(options.inner.init, params))
     if not masters:
@@ -121,7 +121,7 @@ def _init(options: Options, params: Any) -> LossScaledState:
     return register_with_flax(initial_state(scaling, inner, options.history, plan))
 
 
-def _warn_of_halves(params: Any) -> None:
+def _warn_of_halves(params: optax.Params) -> None:
     flat = jax.tree.leaves(params)
     halves = [
         name

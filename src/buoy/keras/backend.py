@@ -110,7 +110,7 @@ def is_traced(tensors: Sequence[Any]) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tensors))
 
 
-def is_half(tensor: Any) -> bool:
+def is_half(tensor: object) -> bool:
     """Return whether a tensor or a variable is of float16."""
     dtype = getattr(tensor, "dtype", None)
     return dtype is not None and keras.backend.standardize_dtype(dtype) == "float16"

@@ -27,7 +27,9 @@ from buoy.keras.scaling import Grads, Scaling
 
 __all__ = ["LossScaleOptimizer"]
 
-_SCALE, _STEPS = 2.0**15, 2000  # Keras' own defaults
+# Keras' own defaults
+_SCALE = 2.0**15
+_STEPS = 2000
 _OWN = 4  # variables of Keras' own optimizer, before those of the inner one
 
 
@@ -222,7 +224,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         taken = self._taken(grads, None)
         mine = len(self.variables) - len(self.inner_optimizer.variables)
-        own, inner = self.variables[:mine], _values(optimizer_variables[mine:])
+        own = self.variables[:mine]
+        inner = _values(optimizer_variables[mine:])
         before = _values(trainable_variables)
         mapping = list(zip(own, optimizer_variables, strict=False))
         with keras.StatelessScope(mapping) as scope:
@@ -240,7 +243,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _taken(self, grads: Sequence[Any], given: Sequence[Any] | None) -> Grads:
         """Return the gradients with their places and kinds."""
         variables = self._trainable_variables if given is None else given
-        were, self._unscaled_from = self._unscaled_from, ()
+        were = self._unscaled_from
+        self._unscaled_from = ()
         return Grads(
             tensors=list(grads),
             places=[self._places.get(id(v), i) for i, v in enumerate(variables)],

@@ -16,6 +16,7 @@ from buoy._core.formats import FLOAT32_MAX
 from buoy._core.loss_flag import LossFlag
 from buoy._core.ops import PLAIN, Ops, Scalar
 from buoy._core.policies.policy import Policy
+from buoy._core.state import State
 from buoy._core.step import MEASUREMENTS
 from buoy.keras.backend import backend, in_stateless_scope, replica_now
 from buoy.keras.variables import Variables
@@ -78,7 +79,7 @@ class Scaling:
             optimizer, initial(self.policy), self.policy.precision, names
         )
 
-    def state(self) -> Any:
+    def state(self) -> State:
         """Return the policy's state for this step."""
         variables = self.variables
         state = initial(self.policy) if variables is None else variables.read()
@@ -133,15 +134,20 @@ class Scaling:
         scale = self.scale()
         carried = scale if grads.scaled else kops.ones_like(scale)
         bad = [kops.zeros((), "bool")] * self._built.width
-        found, measured = Found(None, None, 0.0 * scale, 0.0 * scale), {}
-        tensors, places = grads.chosen(values=False)
-        if tensors:
-            found = backend().look(tensors, parts / carried)
-            measured = self._measured(tensors, scale / carried)
+
+        gradients, places = grads.chosen(values=False)
+        if gradients:
+            found = backend().look(gradients, parts / carried)
+            measured = self._measured(gradients, scale / carried)
             _put(bad, places, found.bad)
-        tensors, places = grads.chosen(values=True)
-        if tensors:
-            _put(bad, places, backend().look(tensors, kops.ones_like(scale)).bad)
+        else:
+            found = Found(bad=None, finite=None, amax=0.0 * scale, norm=0.0 * scale)
+            measured = {}
+
+        values, places = grads.chosen(values=True)
+        if values:
+            _put(bad, places, backend().look(values, kops.ones_like(scale)).bad)
+
         flags = kops.stack(bad) if bad else kops.zeros((0,), "bool")
         finite = kops.logical_not(kops.any(flags))
         if self._inner.clipnorm or self._inner.global_clipnorm:
@@ -173,7 +179,8 @@ class Scaling:
 
         Returns whether to apply the step, and the factor for its gradients.
         """
-        state, scale = self.state(), self.scale()
+        state = self.state()
+        scale = self.scale()
         made = advance(
             self.policy,
             state,

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 from keras import ops as kops
 
-from buoy._core.ops import Scalar
+from buoy._core.ops import Precision, Scalar
 from buoy._core.ring import COLUMNS, LENGTH, Measured, rows_of
-from buoy._core.state import numbers, with_numbers
+from buoy._core.state import State, numbers, with_numbers
 from buoy._core.step import Row
 from buoy.keras.backend import backend
 
@@ -26,7 +26,7 @@ class Variables:
     """The variables of one optimizer: makes them, reads them and writes them."""
 
     def __init__(
-        self, optimizer: Any, start: Any, precision: str, names: Sequence[str]
+        self, optimizer: Any, start: State, precision: Precision, names: Sequence[str]
     ) -> None:
         self.width = len(names)
         self._names = names
@@ -49,18 +49,18 @@ class Variables:
             (LENGTH, len(COLUMNS) + len(names)), dtype="float32", name="log"
         )
 
-    def read(self) -> Any:
+    def read(self) -> State:
         """Return the policy's state."""
         values = {name: _value(variable) for name, variable in self._state.items()}
         return with_numbers(self._start, values)
 
-    def write(self, state: Any) -> None:
+    def write(self, state: State) -> None:
         """Store the policy's state."""
         values = numbers(state)
         for name, variable in self._state.items():
             variable.assign(values[name])
 
-    def keep_loss(self, loss: Any) -> None:
+    def keep_loss(self, loss: Scalar) -> None:
         """Store the loss of this step."""
         self.loss.assign(loss)
         self.has_loss.assign(kops.ones((), "bool"))
@@ -71,7 +71,7 @@ class Variables:
             kops.convert_to_tensor(self.loss), kops.convert_to_tensor(self.has_loss)
         )
 
-    def log(self, line: Sequence[Scalar], bad: Any) -> None:
+    def log(self, line: Sequence[Scalar], bad: Scalar) -> None:
         """Store the line of a step in the log, and count the step."""
         turn = kops.convert_to_tensor(self.turn)
         numbers = [kops.cast(x, "float32") for x in line]
@@ -82,12 +82,13 @@ class Variables:
 
     def rows(self) -> list[Row]:
         """Read the log, oldest step first."""
-        log, width = kops.convert_to_numpy(self._log), len(COLUMNS)
+        log = kops.convert_to_numpy(self._log)
+        width = len(COLUMNS)
         steps = int(kops.convert_to_numpy(self.turn))
         return rows_of(steps, log[:, :width], log[:, width:], self._names)
 
 
-def _dtype(value: Any, precision: str) -> str:
+def _dtype(value: Scalar, precision: Precision) -> str:
     if isinstance(value, bool):
         return "bool"
     return "int32" if isinstance(value, int) else precision

@@ -67,7 +67,9 @@ class Watch(keras.callbacks.Callback):
             )
         self.lost = 0  # steps that were overwritten before they were read
         self._episodes = Episodes(on_stuck, patience, logger="buoy.keras")
-        self._every, self._sample, self._trace = every, sample, trace
+        self._every = every
+        self._sample = sample
+        self._trace = trace
         self._recorder = trace if isinstance(trace, Recorder) else None
         self._read = -1  # the last step that was read
         self._pending = 0  # batches since then
@@ -143,8 +145,10 @@ class Watch(keras.callbacks.Callback):
         rows = [row for row in optimizer.rows() if row.step > self._read]
         if rows:
             self.lost += rows[0].step - self._read - 1
-            now, start = time.time(), self._since
-            self._since, self._read = now, rows[-1].step
+            now = time.time()
+            start = self._since
+            self._since = now
+            self._read = rows[-1].step
             for i, row in enumerate(rows, 1):
                 if self._recorder is not None:
                     feed(self._recorder, row, start + i / len(rows) * (now - start))

@@ -16,8 +16,8 @@ from buoy._core.step import Row
 from buoy._core.verdicts import Verdict
 from buoy._core.watch import PATIENCE, is_idle, window_of
 from buoy.trace.columns import Rows, columns_of
-from buoy.trace.counts import Counts
-from buoy.trace.recording import Recording, Shot
+from buoy.trace.counts import Counts, Shot
+from buoy.trace.recording import Recording
 
 if TYPE_CHECKING:
     import numpy.typing as npt

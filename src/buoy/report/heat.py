@@ -10,7 +10,7 @@ from buoy.report.figures import curve, end_labels, powers
 from buoy.report.run import Run
 from buoy.report.theme import ALARM, HEAT, INK, coat, figure_of, soft
 from buoy.report.thin import thinned
-from buoy.trace.recording import Shot
+from buoy.trace.counts import Shot
 from buoy.trace.replayable import total
 
 if TYPE_CHECKING:

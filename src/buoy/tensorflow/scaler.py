@@ -20,7 +20,7 @@ from buoy._core.ops import Scalar
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.registry import policy as policy_of
 from buoy._core.ring import COLUMNS, LENGTH, Measured, rows_of
-from buoy._core.state import numbers, with_numbers
+from buoy._core.state import State, numbers, with_numbers
 from buoy._core.step import MEASUREMENTS, Row
 
 __all__ = ["LossScaler"]
@@ -64,12 +64,12 @@ class LossScaler(tf.Module):
         self._half_loss = False  # known as soon as a loss is scaled, or traced
         self._loss_flag = LossFlag()
 
-    def _read(self) -> Any:
+    def _read(self) -> State:
         values = {name: tf.identity(v) for name, v in self._state.items()}
         state = with_numbers(self._start, values)
         return capped(self.policy, state, _OPS) if self._half_loss else state
 
-    def _write(self, state: Any) -> None:
+    def _write(self, state: State) -> None:
         values = numbers(state)
         for name, variable in self._state.items():
             variable.assign(values[name])
@@ -136,7 +136,8 @@ class LossScaler(tf.Module):
                 "the variables that you pass here."
             )
         step = getattr(optimizer, "apply_gradients", optimizer)
-        state, scale = self._read(), self.current_scale
+        state = self._read()
+        scale = self.current_scale
         made = advance(
             self.policy,
             state,
@@ -158,7 +159,8 @@ class LossScaler(tf.Module):
         return tf.cond(made.applied, apply, lambda: tf.constant(False))
 
     def _measured(self, grads: list[Any], scale: tf.Tensor) -> dict[str, Any]:
-        turn, one = tf.identity(self._turn), tf.ones_like(scale)
+        turn = tf.identity(self._turn)
+        one = tf.ones_like(scale)
         return {
             name: tf.cond(
                 MEASUREMENTS[name].due(turn),
@@ -178,7 +180,7 @@ class LossScaler(tf.Module):
         self._has_loss.assign(False)
 
 
-def _dtype(value: Any) -> tf.DType:
+def _dtype(value: Scalar) -> tf.DType:
     if isinstance(value, bool):
         return tf.bool
     return tf.int32 if isinstance(value, int) else tf.float32

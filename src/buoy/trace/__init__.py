@@ -15,10 +15,10 @@ from buoy.trace.synthetic import KINDS, synthetic
 from buoy.trace.write import write
 
 if TYPE_CHECKING:
-    from buoy.trace.counts import Counts
+    from buoy.trace.counts import Counts, Shot
     from buoy.trace.outlet import Sink
     from buoy.trace.record import Recorder, TraceWarning
-    from buoy.trace.recording import Recording, Shot, load
+    from buoy.trace.recording import Recording, load
 
 __all__ = [
     "KINDS",
@@ -42,7 +42,7 @@ _HOMES = {
     "Counts": "counts",
     "Recorder": "record",
     "Recording": "recording",
-    "Shot": "recording",
+    "Shot": "counts",
     "Sink": "outlet",
     "TraceWarning": "record",
     "load": "recording",

@@ -48,7 +48,8 @@ class Rows(Sequence[Row]):
     @classmethod
     def of(cls, rows: Iterable[Row]) -> "Rows":
         """Take rows apart."""
-        made, rows = cls(), list(rows)
+        made = cls()
+        rows = list(rows)
         made.step.extend(row.step for row in rows)
         made.time.extend(row.time for row in rows)
         made.scale.extend(row.scale for row in rows)
@@ -112,7 +113,8 @@ class Rows(Sequence[Row]):
     @property
     def skipped(self) -> list[int]:
         """The places of the rows that were not applied."""
-        places, at = [], self.applied.find(0)
+        places = []
+        at = self.applied.find(0)
         while at >= 0:
             places.append(at)
             at = self.applied.find(0, at + 1)
@@ -138,13 +140,17 @@ class Rows(Sequence[Row]):
         return array("d", bits.tobytes())
 
     def _plain_headrooms(self) -> Iterator[float]:
-        log2, nan, infinity = math.log2, math.nan, math.inf
-        before, height = None, nan
+        log2 = math.log2
+        nan = math.nan
+        infinity = math.inf
+        before = None
+        height = nan
         for amax, scale, limit in zip(
             self.amax, self.scale, self.max_log2, strict=True
         ):
             if scale != before:
-                before, height = scale, log2(scale) if scale > 0.0 else nan
+                before = scale
+                height = log2(scale) if scale > 0.0 else nan
             yield limit - log2(amax) - height if 0.0 < amax < infinity else nan
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from buoy._core.errors import TraceError
 
-__all__ = ["Counts", "Kind", "pack", "unpack", "unpacked_size"]
+__all__ = ["Counts", "Kind", "Shot", "pack", "unpack", "unpacked_size"]
 
 Kind = Literal["weight", "activation"]
 
@@ -82,7 +82,8 @@ class Counts:
 
         Exact for whole numbers; within a binade, assumed to be uniform in log2.
         """
-        place, looked_at = log2 - self.low, self.looked_at
+        place = log2 - self.low
+        looked_at = self.looked_at
         if not looked_at or not place > 0.0:
             return 0.0
         if place >= len(self.counts):
@@ -95,6 +96,15 @@ class Counts:
     def amax_log2(self) -> int | None:
         """Upper edge of the highest binade that holds anything; None if all are 0."""
         return self.low + len(self.counts) if any(self.counts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """The sizes of the scaled gradients at one step."""
+
+    step: int
+    scale: float
+    tensors: Mapping[str, Counts]
 
 
 def unpacked_size(tensors: Mapping[str, Counts]) -> int:

@@ -32,14 +32,17 @@ class Outlet:
 
     def __init__(self, sink: Sink, *, most: int, news: deque[str]) -> None:
         self.name = type(sink).__name__
-        self._sink, self._most, self._news = sink, most, news
+        self._sink = sink
+        self._most = most
+        self._news = news
         self._rows: deque[Row] = deque()
         self._lost = 0
         self._off = self._done = False
         self._wake = threading.Event()
         self._flushed: deque[threading.Event] = deque()
         self._since: float | None = None  # when the call that now runs began
-        self._moved, self._used = 0.0, 0  # when it was last seen to compute; how much
+        self._moved = 0.0  # when the thread was last seen to compute
+        self._used = 0  # what it had computed then, in ticks
         self.thread = threading.Thread(
             target=self._work, name=f"buoy-{self.name}", daemon=True
         )
@@ -84,7 +87,9 @@ class Outlet:
     def _wait(self, ended: Callable[[], bool]) -> None:
         """Wait for it as long as the call that runs returns or computes."""
         while not ended():
-            now, since, used = time.monotonic(), self._since, self._cpu_time()
+            now = time.monotonic()
+            since = self._since
+            used = self._cpu_time()
             if since is None or used is None or used > self._used:
                 self._used = used or 0
                 self._moved = now

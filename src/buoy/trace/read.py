@@ -135,7 +135,7 @@ def _foreign(where: str) -> TraceError:
     )
 
 
-def _check_version(where: str, document: Any) -> None:
+def _check_version(where: str, document: object) -> None:
     version = document.get("buoy_trace") if isinstance(document, dict) else None
     if not isinstance(version, int) or isinstance(version, bool):
         raise _foreign(where)
@@ -238,7 +238,7 @@ def _list(where: str, document: dict[str, Any], key: str) -> list[Any]:
     raise TraceError(message)
 
 
-def _sequence(value: Any) -> list[Any]:
+def _sequence(value: object) -> list[Any]:
     if isinstance(value, list):
         return value
     message = f"a list was expected, got {value!r:.40}"
@@ -268,7 +268,7 @@ def _column(values: list[Any]) -> list[float]:
     return [v if type(v) is float else _number(v) for v in values]
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, str) and value in _SPECIAL:
         return _SPECIAL[value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -278,7 +278,8 @@ def _number(value: Any) -> float:
 
 
 def _histogram(value: Any, start: Any) -> Histogram:
-    low, counts = value["low"], value["counts"]
+    low = value["low"]
+    counts = value["counts"]
     if type(start) is not int or type(low) is not int:
         message = (
             f"a histogram's start and low must be whole, got {start!r:.40}, {low!r:.40}"
@@ -290,7 +291,7 @@ def _histogram(value: Any, start: Any) -> Histogram:
     return Histogram(start, low, tuple(map(_count, counts)))
 
 
-def _count(value: Any) -> float:
+def _count(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     message = f"a count was expected, got {value!r:.40}"

@@ -143,7 +143,7 @@ class Recorder:
         `tensors` maps names to `Counts`, or is a function that returns such a map;
         the writing thread calls it.
         """
-        self._writer.put_snapshot((step, scale, tensors))
+        self._writer.put_shot(step, scale, tensors)
 
     def offenders(self, step: int, names: Sequence[str]) -> None:
         """Add the offenders of a step that is already recorded."""

@@ -17,25 +17,16 @@ from urllib.parse import quote
 from buoy._core.errors import TraceError
 from buoy._core.formats import FORMATS, FP16_MAX_LOG2
 from buoy._core.step import Row
-from buoy.trace.counts import Counts, unpack, unpacked_size
+from buoy.trace.counts import Shot, unpack, unpacked_size
 from buoy.trace.files import check_readable
 from buoy.trace.row_reader import COLUMNS, MOST_ROWS, Tensors, odd_entry, read_rows
 from buoy.trace.schema import APPLICATION, MAGIC, TABLES, VERSION
 
-__all__ = ["Recording", "Shot", "load", "load_sizes"]
+__all__ = ["Recording", "load", "load_sizes"]
 
 _MOST_SHOTS = 100_000
 _MOST_BLOB = 2**24
 _LEAST_UNPACKED = 2**26  # bytes; a file may unpack to this, or to 16 times its size
-
-
-@dataclass(frozen=True, slots=True)
-class Shot:
-    """The sizes of the scaled gradients at one step."""
-
-    step: int
-    scale: float
-    tensors: dict[str, Counts]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -107,7 +98,8 @@ def load(
 
 def load_sizes(path: str | os.PathLike[str]) -> Recording:
     """Read what a replay needs: in the rows, times and norms are NaN."""
-    rows, shots = (-1, MOST_ROWS), (-1, _MOST_SHOTS)
+    rows = (-1, MOST_ROWS)
+    shots = (-1, _MOST_SHOTS)
     return _loaded(os.fspath(path), rows, shots, ("scale", "amax", "loss"))
 
 

@@ -18,8 +18,8 @@ from buoy._core.formats import FORMATS
 from buoy._core.replay.trace import Histogram, Trace
 from buoy._core.verdicts import VERDICTS, Verdict
 from buoy.trace.columns import Rows, columns_of
-from buoy.trace.counts import Counts, Kind
-from buoy.trace.recording import Recording, Shot
+from buoy.trace.counts import Counts, Kind, Shot
+from buoy.trace.recording import Recording
 
 __all__ = ["replayable", "total"]
 

@@ -39,7 +39,8 @@ def read_rows(
 
     Of the numbers only `columns`; the others are NaN.
     """
-    rows, last = Rows(), after
+    rows = Rows()
+    last = after
     cursor = file.execute(
         f"SELECT step, applied, verdict, {', '.join(columns)} FROM steps "  # noqa: S608
         "WHERE step > ? ORDER BY step LIMIT ?",
@@ -49,7 +50,8 @@ def read_rows(
         steps, applied, verdicts, *numbers = zip(*chunk, strict=True)
         if steps[0] <= last:  # the file's pages contradict each other
             raise odd_entry(where, "steps", steps[0])
-        last, start = steps[-1], len(rows)
+        last = steps[-1]
+        start = len(rows)
         rows.step.extend(steps)
         if {*applied} != {1} or {*verdicts} != {None}:
             _add_skips(where, rows, start, zip(applied, verdicts, strict=True))
@@ -111,7 +113,7 @@ def _add_offenders(
             rows.offenders[place] = tuple(names)
 
 
-def odd_entry(where: str, table: str, key: Any) -> TraceError:
+def odd_entry(where: str, table: str, key: object) -> TraceError:
     """Return the error about an entry that Buoy does not write."""
     return TraceError(
         f"The trace {where!r} is damaged: the entry {key!r:.40} of its table {table!r} "

@@ -148,7 +148,8 @@ class TensorBoard:
     """
 
     def __init__(self, where: Any, every: int = 10) -> None:
-        self._where, self._every = where, every
+        self._where = where
+        self._every = every
         self._writer: Any = where if hasattr(where, "add_scalar") else None
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -191,7 +192,9 @@ class WandB:
     """
 
     def __init__(self, run: Any = None, every: int = 10, **init: Any) -> None:
-        self._run, self._every, self._init = run, every, init
+        self._run = run
+        self._every = every
+        self._init = init
         self._started = self._own = False
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -236,7 +239,9 @@ class MLflow:
         every: int = 10,
     ) -> None:
         self.run_id = _active_run() if run_id is None else run_id
-        self._uri, self._experiment, self._every = tracking_uri, experiment, every
+        self._uri = tracking_uri
+        self._experiment = experiment
+        self._every = every
         self._client: Any = None
         self._own = False
 

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from buoy._core.errors import TraceError
 from buoy._core.step import Row
-from buoy.trace.counts import Counts, Kind, pack
+from buoy.trace.counts import Kind, Shot, pack
 from buoy.trace.schema import APPLICATION, TABLES, VERSION
 
 __all__ = ["Store"]
@@ -63,7 +63,7 @@ class Store:
         self._file.execute("PRAGMA synchronous = NORMAL")
 
     @contextlib.contextmanager
-    def _transaction(self) -> Any:
+    def _transaction(self) -> Iterator[None]:
         self._file.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -75,26 +75,24 @@ class Store:
 
     def write(
         self,
-        rows: Iterable[Row],
-        snapshots: Iterable[tuple[int, float, Mapping[str, Counts]]] = (),
+        rows: Sequence[Row],
+        shots: Sequence[Shot] = (),
         offenders: Iterable[tuple[int, tuple[str, ...]]] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a batch, whole or not at all."""
         self._check_there()
-        rows = list(rows)
-        snapshots = list(snapshots)
         with self._transaction():
             self._file.executemany(_INSERT, map(_values, rows))
-            for step, scale, tensors in snapshots:
-                self._snapshot(step, scale, tensors)
+            for shot in shots:
+                self._add_shot(shot)
             self._accuse((row.step, row.offenders) for row in rows if row.offenders)
             self._accuse(offenders)
             self._file.executemany(
                 "INSERT OR REPLACE INTO meta VALUES (?, ?)",
                 [(str(key), _json(value)) for key, value in (meta or {}).items()],
             )
-            if snapshots:
+            if shots:
                 self._thin()
 
     def _check_there(self) -> None:
@@ -106,14 +104,14 @@ class Store:
         if not there:
             raise TraceError("the file was deleted, moved or replaced")
 
-    def _snapshot(self, step: int, scale: float, tensors: Mapping[str, Counts]) -> None:
+    def _add_shot(self, shot: Shot) -> None:
         numbers = {
             self._number(name, seen.size, seen.kind): seen
-            for name, seen in tensors.items()
+            for name, seen in shot.tensors.items()
         }
         self._file.execute(
             "INSERT OR REPLACE INTO histograms VALUES (?, ?, ?)",
-            (step, scale, pack(numbers)),
+            (shot.step, shot.scale, pack(numbers)),
         )
 
     def _accuse(self, offenders: Iterable[tuple[int, tuple[str, ...]]]) -> None:
@@ -179,7 +177,7 @@ def _created(path: Path) -> Path:
     return found
 
 
-def _values(row: Row) -> tuple[Any, ...]:
+def _values(row: Row) -> tuple[int | float | str | None, ...]:
     return (
         index(row.step),
         float(row.time),
@@ -200,7 +198,7 @@ def _number(value: float | None) -> float | str | None:
     return "nan" if math.isnan(value) else float(value)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Write what is noted about a run; what JSON cannot hold becomes text."""
     try:
         return json.dumps(value, default=str)

@@ -18,17 +18,16 @@ from typing import Any
 
 from buoy._core.errors import BuoyError
 from buoy._core.step import Row
-from buoy.trace.counts import Counts
+from buoy.trace.counts import Counts, Shot
 from buoy.trace.outlet import PATIENCE, Outlet, Sink
 from buoy.trace.store import Store
 
-__all__ = ["Batch", "Snapshot", "Tensors", "Writer"]
+__all__ = ["Batch", "Tensors", "Writer"]
 
 _PAUSE = 0.2  # seconds between two commits: what a `kill -9` may cost
-_MOST_SNAPSHOTS = 64
+_MOST_SHOTS = 64
 
 Tensors = Mapping[str, Counts] | Callable[[], Mapping[str, Counts]]
-Snapshot = tuple[int, float, Tensors]
 
 
 @dataclass(slots=True)
@@ -36,14 +35,12 @@ class Batch:
     """What is waiting to be written."""
 
     rows: list[Row] = field(default_factory=list)
-    snapshots: list[tuple[int, float, Mapping[str, Counts]]] = field(
-        default_factory=list
-    )
+    shots: list[Shot] = field(default_factory=list)
     offenders: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.snapshots or self.offenders or self.meta)
+        return bool(self.rows or self.shots or self.offenders or self.meta)
 
 
 class Writer:
@@ -56,14 +53,16 @@ class Writer:
         self.lost = 0
         self.news: deque[str] = deque()  # warnings to issue, once each
         self.rows: deque[Row] = deque()
-        self.snapshots: deque[Snapshot] = deque()
+        self.shots: deque[tuple[int, float, Tensors]] = deque()
         self.offenders: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=most)
         self.meta: deque[dict[str, Any]] = deque(maxlen=most)
-        self._most, self._budget = most, budget
+        self._most = most
+        self._budget = budget
         self._outlets = [Outlet(sink, most=most, news=self.news) for sink in sinks]
         self._store: Store | None = None
         self._broken = path is None
-        self._wake, self._done = threading.Event(), False
+        self._wake = threading.Event()
+        self._done = False
         self._flushed: deque[threading.Event] = deque()
         self._process = os.getpid()
         self._thread = threading.Thread(
@@ -81,10 +80,10 @@ class Writer:
         if 2 * waiting >= self._most:
             self._wake.set()
 
-    def put_snapshot(self, snapshot: Snapshot) -> None:
+    def put_shot(self, step: int, scale: float, tensors: Tensors) -> None:
         """Take histograms, unless too many are waiting."""
-        if len(self.snapshots) < _MOST_SNAPSHOTS:
-            self.snapshots.append(snapshot)
+        if len(self.shots) < _MOST_SHOTS:
+            self.shots.append((step, scale, tensors))
 
     def flush(self) -> None:
         """Wait until what was put so far is written, unless the disk hangs."""
@@ -149,12 +148,12 @@ class Writer:
         """Add what has come to what could not be written yet, within bounds."""
         while self.rows and len(held.rows) < self._most:
             held.rows.append(self.rows.popleft())
-        while self.snapshots:
-            step, scale, tensors = self.snapshots.popleft()
-            if len(held.snapshots) < _MOST_SNAPSHOTS:
+        while self.shots:
+            step, scale, tensors = self.shots.popleft()
+            if len(held.shots) < _MOST_SHOTS:
                 try:
                     made = tensors() if callable(tensors) else tensors
-                    held.snapshots.append((step, scale, made))
+                    held.shots.append(Shot(step, scale, made))
                 except BaseException as error:  # noqa: BLE001 - a front end's function
                     self.news.append(f"no histograms of step {step}: {_named(error)}")
         while self.offenders:
@@ -177,7 +176,7 @@ class Writer:
                 self._store = Store(self.path, self._budget)
                 self.path = self._store.path
             if self._store is not None:
-                self._store.write(held.rows, held.snapshots, held.offenders, held.meta)
+                self._store.write(held.rows, held.shots, held.offenders, held.meta)
         except BaseException as error:  # noqa: BLE001 - any error costs only the trace
             busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
             if busy and not self._done:

@@ -1,22 +1,31 @@
 """The classic rule: grow after enough finite steps, shrink on overflow."""
 
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from buoy._core.checks import number
+from buoy._core.checks import choice, number, ordered, whole
+from buoy._core.errors import PolicyError
+from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
 from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
-from buoy._core.policies.backoff_checks import (
-    check_bounds_and_counts,
-    check_factors,
-    scale_of_power,
-)
 from buoy._core.policies.policy import Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
 
-__all__ = ["Backoff", "BackoffState", "Constants", "fraction", "refills"]
+__all__ = [
+    "Backoff",
+    "BackoffState",
+    "Constants",
+    "check_bounds_and_counts",
+    "check_factors",
+    "fraction",
+    "refills",
+    "scale_of_power",
+]
 
 Refill = Literal["growth", "clean", "change", "clean_or_change"]
+
+_INIT_SCALE = 2.0**16
+_ULP = 2.0**-23  # from 1 to the next float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ class Backoff:
         16.0
     """
 
-    init_scale: float = 2.0**16
+    init_scale: float = _INIT_SCALE
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -120,10 +129,10 @@ class Backoff:
 
     def init(self, *, scale: Scalar = None) -> BackoffState:
         """Start at `init_scale`, or at `scale` within the bounds; count from 0."""
-        c, tolerant = self.constants, self.tolerance > 0.0
+        tolerant = self.tolerance > 0.0
         start = self.init_scale if scale is None else scale
         return BackoffState(
-            scale=bounded(start, c.low, c.high, "float32"),
+            scale=bounded(start, *self.bounds[:2], self.precision),
             clean_steps=0,
             budget=self.hysteresis if self.hysteresis > 1 else None,
             steps=0 if tolerant else None,
@@ -143,19 +152,26 @@ class Backoff:
         """Return the next state.  Traceable: no branch on numbers, no host read."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
-        where, c, finite, scale = ops.where, self.constants, seen.finite, state.scale
-        budget, steps, overflows = state.budget, state.steps, state.overflows
+        where = ops.where
+        c = self.constants
+        finite = seen.finite
 
         shrink = where(finite, False, True)
+        steps = state.steps
+        overflows = state.overflows
         if steps is not None:  # compare whole numbers: exact on every backend
-            steps, overflows = steps + 1, overflows + where(finite, 0, 1)
-            shrink = shrink & (overflows * c.share[1] >= steps * c.share[0])
+            steps = steps + 1
+            overflows = overflows + where(finite, 0, 1)
+            tolerated, of = c.share
+            shrink = shrink & (overflows * of >= steps * tolerated)
+        budget = state.budget
         if budget is not None:
             budget = budget - where(shrink & (budget > 0), 1, 0)
             shrink = shrink & (budget <= 0)
         clean = where(finite, state.clean_steps + 1, 0)
         grow = clean >= self.growth_interval
 
+        scale = state.scale
         # Plain numbers may branch: most steps do not move the scale.
         if ops is not PLAIN or shrink or grow:
             down = ops.cast(scale * c.backoff, "float32")
@@ -163,13 +179,20 @@ class Backoff:
             up = ops.cast(scale * c.growth, "float32")
             up = where(up > self.max_scale, c.high, up)
             scale = where(shrink, down, where(grow, up, scale))
+
         if budget is not None:
             refill = refills(self.hysteresis_refill, finite, shrink, grow)
             budget = where(refill, self.hysteresis, budget)
         if steps is not None:
             steps = where(shrink | grow, 0, steps)
             overflows = where(shrink, 0, overflows)
-        return BackoffState(scale, where(grow, 0, clean), budget, steps, overflows)
+        return BackoffState(
+            scale=scale,
+            clean_steps=where(grow, 0, clean),
+            budget=budget,
+            steps=steps,
+            overflows=overflows,
+        )
 
 
 def refills(refill: Refill, finite: Scalar, shrink: Scalar, grow: Scalar) -> Scalar:
@@ -186,3 +209,39 @@ def fraction(share: float) -> tuple[int, int]:
     from fractions import Fraction  # noqa: PLC0415 - slow to import, seldom needed
 
     return Fraction(share).limit_denominator(10_000).as_integer_ratio()
+
+
+# -- checks of the configuration, for this class and for those like it -----------------
+
+
+def scale_of_power(power: float, init_scale: float) -> float:
+    """Return 2^`init_scale_power`; raise if `init_scale` was given as well."""
+    if isinstance(power, bool) or not isinstance(power, (int, float)):
+        message = f"Backoff: `init_scale_power` must be a number, got {power!r}."
+        raise PolicyError(message)
+    scale: float = PLAIN.exp2(float(power))
+    if init_scale not in (_INIT_SCALE, scale):
+        message = (
+            "Backoff: give `init_scale` or `init_scale_power`, not both, "
+            f"got {init_scale!r} and {power!r}."
+        )
+        raise PolicyError(message)
+    return scale
+
+
+def check_factors(policy: object) -> None:
+    """Raise for factors that float32 would round to 0, 1 or inf."""
+    number(policy, "init_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
+    number(policy, "growth_factor", least=1.0 + _ULP, most=FLOAT32_MAX)
+    number(policy, "backoff_factor", least=FLOAT32_TINY, most=1.0 - _ULP / 2)
+
+
+def check_bounds_and_counts(policy: object) -> None:
+    """Raise for bounds and counts that the rule cannot use."""
+    whole(policy, "growth_interval", least=1)
+    number(policy, "min_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
+    number(policy, "max_scale", least=FLOAT32_TINY, most=FLOAT32_MAX)
+    ordered(policy, "min_scale", "max_scale")
+    whole(policy, "hysteresis", least=1)
+    choice(policy, "hysteresis_refill", get_args(Refill))
+    number(policy, "tolerance", least=0.0, most=1.0)

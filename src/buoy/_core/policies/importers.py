@@ -61,7 +61,8 @@ def import_state(
     if name not in SOURCES:
         raise StateVersionError(f"Cannot read states of {name!r}. {_others()}")
     row = SOURCES[name]
-    missing, unknown = row.needs - set(values), set(values) - row.needs - row.knows
+    missing = row.needs - set(values)
+    unknown = set(values) - row.needs - row.knows
     if missing or unknown:
         message = (
             f"This is not a known {name} state: missing "

@@ -127,7 +127,8 @@ class LossAhead:
         """Lower the scale of this step by the jump of its loss."""
         if ops is None:
             ops = ops_of(loss, state.scale)
-        where, inner = ops.where, _at_own_scale(state, ops)
+        where = ops.where
+        inner = _at_own_scale(state, ops)
         if "loss" in self.policy.wants:
             inner = self.policy.foresee(inner, loss, ops=ops)
         size, usable = floor_log2(where(loss < 0, -loss, loss), ops)
@@ -148,7 +149,8 @@ class LossAhead:
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
         after = _learned(state, seen, ops)
-        own, shown = _at_own_scale(state, ops), _at_scale_above(seen, state.jump, ops)
+        own = _at_own_scale(state, ops)
+        shown = _at_scale_above(seen, state.jump, ops)
         try:
             inner = self.policy.update(own, shown, ops=ops)
         except ScaleCollapsedError as error:
@@ -197,7 +199,9 @@ def _at_scale_above(seen: Seen, jump: Scalar, ops: Ops) -> Seen:
 
 def _learned(state: LossAheadState, seen: Seen, ops: Ops) -> LossAheadState:
     """Return the state with the level of the loss, and whether to believe it."""
-    where, loss, level = ops.where, state.loss, state.level
+    where = ops.where
+    loss = state.loss
+    level = state.level
     told = loss > UNKNOWN
     if seen.loss_finite is not None:
         told = told & seen.loss_finite
@@ -219,7 +223,8 @@ def _learned(state: LossAheadState, seen: Seen, ops: Ops) -> LossAheadState:
     size = ops.cast(where(measured, amax, 0.0), "float32")
     size = ops.floor(size / SIXTEENTH) * SIXTEENTH - floor_log2(state.scale, ops)[0]
     height = where(told & (level > UNKNOWN), loss - level, 0.0)
-    alarm, quiet = height >= ALARM, told & (height < ALARM)
+    alarm = height >= ALARM
+    quiet = told & (height < ALARM)
     overflow = where(seen.finite, False, True)
     false = seen.finite & measured & (size - state.size < height / 2.0)
     more = where(state.doubts < DOUBTS, state.doubts + 1.0, DOUBTS)

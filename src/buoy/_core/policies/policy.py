@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from buoy._core.formats import FLOAT32_MAX
 from buoy._core.ops import Ops, Precision, Scalar
-from buoy._core.state import Seen
+from buoy._core.state import Seen, State
 
-__all__ = ["MIN_SCALE", "Bounds", "Policy", "State", "lacks"]
+__all__ = ["MIN_SCALE", "Bounds", "Policy", "lacks"]
 
 MIN_SCALE = 2.0**-24  # the floor of policies that have none
 
@@ -29,14 +29,6 @@ class Bounds(NamedTuple):
     low: float = MIN_SCALE
     high: float = FLOAT32_MAX
     peer: bool = False  # reproduces an existing scaler, with its faults: no errors
-
-
-class State(Protocol):
-    """The state of a policy: a frozen dataclass of scalars, one of them the scale."""
-
-    @property
-    def scale(self) -> Scalar:
-        """The multiplier for the next loss."""
 
 
 @runtime_checkable
@@ -63,7 +55,7 @@ class Policy(Protocol):
     def precision(self) -> Precision:
         """The dtype of the state's floats on array backends; float32 if enough."""
 
-    def init(self, *, scale: Scalar = None) -> Any:
+    def init(self, *, scale: Scalar = None) -> State:
         """Return the state before the first step, of plain numbers.
 
         With `scale`, start there, within the policy's bounds.  It is a plain number,
@@ -71,10 +63,10 @@ class Policy(Protocol):
         on it with `ops_of`; the rest stays plain.
         """
 
-    def foresee(self, state: Any, loss: Scalar, *, ops: Ops | None = None) -> Any:
+    def foresee(self, state: State, loss: Scalar, *, ops: Ops | None = None) -> State:
         """Take this step's loss before it is scaled; may lower the scale."""
 
-    def update(self, state: Any, seen: Seen, *, ops: Ops | None = None) -> Any:
+    def update(self, state: State, seen: Seen, *, ops: Ops | None = None) -> State:
         """Return the state for the next step, from the findings of this step."""
 
 

@@ -1,9 +1,9 @@
 """The rule of `torch.amp.GradScaler`, bit for bit as its kernel computes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
-from buoy._core.ops import Ops, Precision, Scalar, ops_of
+from buoy._core.ops import Ops, Precision, Scalar, ops_of, single
 from buoy._core.policies.policy import MIN_SCALE, Bounds
 from buoy._core.policies.start import bounded
 from buoy._core.state import Seen
@@ -53,6 +53,13 @@ class TorchRule:
     growth_interval: int = 2000
     min_scale: float = 0.0  # torch has no bounds: our scaler adds them
     max_scale: float = FLOAT32_MAX
+    # Whether to multiply in float64: otherwise float32 gives the same, also in JAX.
+    wide: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        factors = (self.growth_factor, self.backoff_factor)
+        wide = any(single(factor) != factor for factor in factors)
+        object.__setattr__(self, "wide", wide)
 
     @property
     def bounds(self) -> Bounds:
@@ -91,9 +98,12 @@ class TorchRule:
         where = ops.where
         clean = where(seen.finite, state.clean_steps + 1, 0)
         grows = clean == self.growth_interval
-        up = _times(state.scale, self.growth_factor, ops)
+        start = state.scale
+        if self.wide:
+            start = ops.cast(start, "float64")
+        down = ops.cast(start * self.backoff_factor, "float32")
+        up = ops.cast(start * self.growth_factor, "float32")
         up = where(up <= FLOAT32_MAX, up, state.scale)
-        down = _times(state.scale, self.backoff_factor, ops)
         scale = where(grows, up, state.scale)
         scale = where(seen.finite, scale, down)
         if self.min_scale > 0.0:
@@ -104,17 +114,3 @@ class TorchRule:
             scale=scale,
             clean_steps=where(grows, 0, clean),
         )
-
-
-def _times(scale: Scalar, factor: float, ops: Ops) -> Scalar:
-    """Multiply as torch's kernel does: in float64, then round to float32."""
-    if not _fits_float32(factor):  # otherwise float32 gives the same, also in JAX
-        scale = ops.cast(scale, "float64")
-    return ops.cast(scale * factor, "float32")
-
-
-def _fits_float32(factor: float) -> bool:
-    """Say whether float32 holds a number, by arithmetic that compilers can trace."""
-    split = factor * (2.0**29 + 1.0)
-    upper = split - (split - factor)  # the first 24 of its 53 bits
-    return upper == factor and FLOAT32_TINY <= factor <= FLOAT32_MAX

@@ -225,7 +225,8 @@ class _Judge:
         return low / known, high / known
 
     def _underflow(self, went: Walk) -> tuple[float | None, float | None]:
-        trace, cuts = self.trace, self.cuts
+        trace = self.trace
+        cuts = self.cuts
         weights, activations = (
             _mean_underflow(went, cuts, _at_cuts(kind, cuts), trace.zero_log2)
             for kind in (trace.weight_histograms, trace.activation_histograms)
@@ -242,7 +243,8 @@ def _mean_underflow(
     """Return the mean share of the gradients that underflow in applied steps."""
     if not any(histograms):
         return None
-    total, steps = 0.0, 0
+    total = 0.0
+    steps = 0
     for (used, exponents), histogram in zip(
         went.between(cuts), histograms, strict=True
     ):

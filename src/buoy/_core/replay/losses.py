@@ -42,7 +42,8 @@ class Blocks:
         """Split further, so that each stretch has one block and one histogram."""
         self.cuts = sorted({*starts, *histograms})
         self._of: list[tuple[int, Histogram | None]] = []
-        block, held = -1, None
+        block = -1
+        held = None
         begins = set(starts)
         for cut in self.cuts:
             block += cut in begins
@@ -55,10 +56,7 @@ class Blocks:
         for start, end in zip(self.cuts, ends, strict=True):
             amax = self.trace.amax_log2[start:end]
             best = self.best.exponents[start:end]
-            yield [
-                (math.inf if a < 0.0 else -math.inf) if b is None else b
-                for a, b in zip(amax, best, strict=True)
-            ]
+            yield [_fitting(a, b) for a, b in zip(amax, best, strict=True)]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -108,6 +106,12 @@ class Blocks:
         total: float = sum(map(mul, row, drawn))
         steps: int = sum(map(mul, self.lengths, drawn))
         return total / steps
+
+
+def _fitting(amax: float, best: int | None) -> float:
+    if best is not None:
+        return best
+    return math.inf if amax < 0.0 else -math.inf
 
 
 def resamples(count: int, blocks: int, seed: int) -> Iterator[list[int]]:

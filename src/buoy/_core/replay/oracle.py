@@ -47,11 +47,13 @@ class Best:
         self, start: int, end: int, exponent: float, lost: Sequence[int]
     ) -> float:
         """Return the sum of log2 distances by which applied steps were too low."""
-        known, total = self.known(start, end), self.sum(start, end)
+        known = self.known(start, end)
+        total = self.sum(start, end)
         for step in lost:
             best = self.exponents[step]
             if best is not None:
-                known, total = known - 1, total - best
+                known -= 1
+                total -= best
         if not known:
             return 0.0
         whole = math.floor(exponent) if math.isfinite(exponent) else exponent
@@ -66,11 +68,13 @@ class Best:
 
 def _exponents(trace: Trace) -> tuple[list[Any], bool]:
     """Return the best exponents, and whether every step has one."""
-    limit, floor, infinity = trace.max_log2, math.floor, math.inf
+    floor = math.floor
+    limit = trace.max_log2
     try:
         return [floor(limit - amax) for amax in trace.amax_log2], True
     except (OverflowError, ValueError):  # of infinity, of NaN
-        return [
-            floor(limit - amax) if -infinity < amax < infinity else None
+        found = [
+            floor(limit - amax) if math.isfinite(amax) else None
             for amax in trace.amax_log2
-        ], False
+        ]
+        return found, False

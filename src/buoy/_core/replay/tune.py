@@ -122,7 +122,9 @@ def _tuned_static(blocks: Blocks, max_skipped: float, seed: int) -> TunedStatic:
     low, middle, high = _plateau(_means(losses, blocks))
     safe = _largest_safe(_means(skips, blocks), max_skipped)
 
-    middles, wins, safes = [], 0, []
+    middles = []
+    wins = 0
+    safes = []
     for drawn in resamples(_RESAMPLES, len(blocks), seed):
         first, chosen, last = _plateau(_means(losses, blocks, drawn))
         middles.append(exponents[chosen])

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import sub
-from typing import Any
 
 from buoy._core.bounds import bounds_of, foreseen, initial, moved
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.ops import PLAIN
 from buoy._core.policies.policy import Policy
 from buoy._core.replay.trace import Trace
-from buoy._core.state import Seen
+from buoy._core.state import Seen, State
 from buoy._core.step import MEASUREMENTS, SMALL_LOG2
 
 __all__ = ["Walk", "walk"]
 
 _MOST_STATES = 2**17  # about 50 MB; some rules count without end
 _UNKNOWN = -1
-_FINITE, _OVERFLOW = Seen(finite=True), Seen(finite=False)
+_FINITE = Seen(finite=True)
+_OVERFLOW = Seen(finite=False)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,7 +46,8 @@ class Walk:
 
     def runs(self) -> Iterator[tuple[int, int, float]]:
         """Yield start, end and log2 of the scale of every run."""
-        starts, last = self.starts, len(self.starts) - 1
+        starts = self.starts
+        last = len(self.starts) - 1
         for i, exponent in enumerate(self.exponents):
             yield starts[i], starts[i + 1] if i < last else self.steps, exponent
 
@@ -80,8 +81,11 @@ class Walk:
         The number is of the cuts at or before the stretch; `lost` are its steps that
         were skipped.
         """
-        lost, none = self.skipped, self.skipped[:0]
-        at, cut, gone = 0, 0, 0
+        lost = self.skipped
+        none = self.skipped[:0]
+        at = 0
+        cut = 0
+        gone = 0
         next_cut = cuts[0] if cuts else self.steps
         next_lost = lost[0] if lost else self.steps
         for _, end, exponent in self.runs():
@@ -129,8 +133,8 @@ class _Machine:
         self.policy = policy
         self.trace = trace
         self.bounds = bounds_of(policy)
-        self.states: list[Any] = []
-        self.numbers: dict[Any, int] = {}
+        self.states: list[State] = []
+        self.numbers: dict[State, int] = {}
         self.entered: dict[float, tuple[float, float]] = {}  # exponent, limit by scale
         self.exponents: list[float] = []
         self.limits: list[float] = []
@@ -138,7 +142,7 @@ class _Machine:
         self.after_overflow: list[int] = []
         self.at_rest: list[int] = []  # after a finite step, if the scale is the same
 
-    def number(self, state: Any) -> int:
+    def number(self, state: State) -> int:
         """Return the number of a state; assign one if it is new."""
         number = self.numbers.setdefault(state, len(self.states))
         if number == len(self.states):
@@ -161,7 +165,8 @@ class _Machine:
 
     def _learn(self, number: int, *, finite: bool) -> int:
         seen = _FINITE if finite else _OVERFLOW
-        before, bounds = self.states[number], self.bounds
+        before = self.states[number]
+        bounds = self.bounds
         state = moved(self.policy, before, seen, ops=PLAIN, bounds=bounds)
         if len(self.states) >= _MOST_STATES:
             self._forget()
@@ -188,9 +193,11 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
     at_rest = machine.at_rest
     first = last = initial(policy)
     state = machine.number(first)
-    exponent, limit = machine.exponents[state], machine.limits[state]
+    exponent = machine.exponents[state]
+    limit = machine.limits[state]
     starts, exponents, skipped = array("q", [0]), array("d", [exponent]), array("q")
-    step, gave_up = 0, False
+    step = 0
+    gave_up = False
     try:
         for step, amax in enumerate(trace.amax_log2):
             if finite := amax <= limit:
@@ -202,14 +209,16 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
                 skipped.append(step)
             state = machine.after(state, finite=finite)
             if machine.exponents[state] != exponent:
-                exponent, limit = machine.exponents[state], machine.limits[state]
+                exponent = machine.exponents[state]
+                limit = machine.limits[state]
                 starts.append(step + 1)
                 exponents.append(exponent)
         if starts[-1] == len(trace):  # a scale that no step has used
             del starts[-1], exponents[-1]
         last = machine.states[state]
     except ScaleCollapsedError as error:
-        gave_up, last = True, error.state or machine.states[state]
+        gave_up = True
+        last = error.state or machine.states[state]
     return Walk(
         steps=step + 1,
         starts=starts,
@@ -227,9 +236,11 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
     losses = trace.loss_log2 if "loss" in policy.wants else None
     starts, exponents, skipped = array("q"), array("d"), array("q")
 
-    state: Any = initial(policy)
+    state: State = initial(policy)
     first = state
-    scale, step, gave_up = None, 0, False
+    scale = None
+    step = 0
+    gave_up = False
     exponent = limit = math.nan
     try:
         for step, amax in enumerate(trace.amax_log2):
@@ -248,7 +259,8 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
                 skipped.append(step)
             state = moved(policy, state, seen, ops=PLAIN, bounds=bounds)
     except ScaleCollapsedError as error:
-        gave_up, state = True, error.state or state
+        gave_up = True
+        state = error.state or state
     return Walk(
         steps=step + 1,
         starts=starts,

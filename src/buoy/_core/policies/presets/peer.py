@@ -11,15 +11,18 @@ from typing import NamedTuple
 from buoy._core.checks import instance, number
 from buoy._core.errors import ScaleCollapsedError
 from buoy._core.formats import FLOAT32_MAX, FLOAT32_TINY
-from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of
-from buoy._core.policies.backoff import Backoff, BackoffState, refills
-from buoy._core.policies.backoff_checks import (
+from buoy._core.ops import PLAIN, Ops, Precision, Scalar, ops_of, single
+from buoy._core.policies.backoff import (
+    Backoff,
+    BackoffState,
+    Constants,
     check_bounds_and_counts,
     check_factors,
+    fraction,
+    refills,
     scale_of_power,
 )
 from buoy._core.policies.policy import MIN_SCALE, Bounds
-from buoy._core.policies.presets.moves import Moves, moves
 from buoy._core.policies.presets.quirks import Quirks
 from buoy._core.policies.start import bounded, exponent_of
 from buoy._core.state import Seen
@@ -48,6 +51,85 @@ def _unless_none(
     return ops.where(condition, if_true, if_false)
 
 
+@dataclass(frozen=True, slots=True)
+class _Moves(Constants):
+    """The two moves of a scale, with the configuration rounded once."""
+
+    warm: float
+    divisor: float
+    wide: bool  # some factor is no float32: multiply in float64, then round
+    min_scale: float  # the bounds as they were given
+    max_scale: float
+    quirks: Quirks
+
+    def moved(
+        self,
+        start: Scalar,
+        down: Scalar,
+        shrink: Scalar,
+        grow: Scalar,
+        settled: Scalar,
+        ops: Ops,
+    ) -> Scalar:
+        """Return the scale after the move that is due, from `start` or to `down`."""
+        where = ops.where
+        quirks = self.quirks
+        if quirks.stop_scale is not None:
+            down = where(down <= quirks.stop_scale, start, down)
+        scale = where(shrink, down, start)
+        scale = where(grow, self._grown(scale, settled, ops), scale)
+        if quirks.clamp_always:
+            scale = where(scale > self.high, self.high, scale)
+            scale = where(scale < self.low, self.low, scale)
+        return scale
+
+    def shrunk(self, scale: Scalar, ops: Ops) -> Scalar:
+        """Return the scale after an overflow."""
+        quirks = self.quirks
+        where = ops.where
+        if quirks.backoff_divisor is None:
+            down = self._times(scale, self.backoff, ops)
+        else:
+            down = self._over(scale, ops)
+        if quirks.flush_subnormals:
+            down = where(down < FLOAT32_TINY, 0.0, down)
+        if quirks.threshold is not None:
+            down = where(down < quirks.threshold, quirks.threshold, down)
+        low = down < self.min_scale
+        if quirks.floor_resolution:
+            low = low & (scale - down > quirks.floor_resolution)
+        if quirks.at_min == "clamp":
+            return where(low, self.low, down)
+        if quirks.at_min == "keep":
+            return where(low, scale, down)
+        return down
+
+    def _grown(self, scale: Scalar, settled: Scalar, ops: Ops) -> Scalar:
+        up = self._times(scale, self.growth, ops)
+        if self.quirks.warm_growth_factor is not None:
+            warm = self._times(scale, self.warm, ops)
+            up = ops.where(settled, up, warm)
+        if self.quirks.at_max == "clamp":
+            return ops.where(up > self.max_scale, self.high, up)
+        if self.quirks.at_max == "keep":
+            return ops.where(up > self.max_scale, scale, up)
+        return up
+
+    def _times(self, scale: Scalar, factor: float, ops: Ops) -> Scalar:
+        if self.quirks.arithmetic == "double":
+            return scale * factor
+        if self.wide:
+            scale = ops.cast(scale, "float64")
+        return ops.cast(scale * factor, "float32")
+
+    def _over(self, scale: Scalar, ops: Ops) -> Scalar:
+        # The select hides the constant from XLA, which would multiply by 1/divisor.
+        divisor = self.divisor
+        if self.quirks.arithmetic == "double":
+            return scale / ops.where(scale >= 0.0, ops.cast(divisor, "float64"), 1.0)
+        return ops.cast(scale / ops.where(scale >= 0.0, divisor, 1.0), "float32")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerBackoff(Backoff):
     """The rule of an existing scaler, bit for bit.
@@ -64,7 +146,7 @@ class PeerBackoff(Backoff):
 
     growth_step: float | None = None
     quirks: Quirks = _NO_QUIRKS
-    constants: Moves = field(init=False, repr=False, compare=False)
+    constants: _Moves = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, init_scale_power: float | None) -> None:
         if init_scale_power is not None:
@@ -79,7 +161,7 @@ class PeerBackoff(Backoff):
             check_factors(self)
         check_bounds_and_counts(self)
         number(self, "growth_step", above=0.0, optional=True)
-        object.__setattr__(self, "constants", moves(self, self.quirks))
+        object.__setattr__(self, "constants", _moves(self, self.quirks))
 
     @property
     def bounds(self) -> Bounds:
@@ -97,7 +179,8 @@ class PeerBackoff(Backoff):
 
     def init(self, *, scale: Scalar = None) -> BackoffState:
         """Start at `init_scale` or at `scale`, as peers do, even outside the bounds."""
-        quirks, tolerant = self.quirks, self.tolerance > 0.0
+        quirks = self.quirks
+        tolerant = self.tolerance > 0.0
         double = quirks.arithmetic == "double"
         limits = _DOUBLE if double else (FLOAT32_TINY, FLOAT32_MAX)
         start = self.init_scale if scale is None else scale
@@ -138,7 +221,8 @@ class PeerBackoff(Backoff):
         if ops is not PLAIN and self.precision == "float64":
             start = ops.cast(start, "float64")
         counted = self._counted(state, seen.finite, ops)
-        shrink, budget = counted.charged, state.budget
+        shrink = counted.charged
+        budget = state.budget
         if budget is not None:
             budget = budget - ops.where(shrink & (budget > 0), 1, 0)
             shrink = shrink & (budget <= 0)
@@ -153,7 +237,8 @@ class PeerBackoff(Backoff):
         still = ops is PLAIN and not (shrink or grow or self.quirks.clamp_always)
         down = start if still else self.constants.shrunk(start, ops)
         collapsed = self._collapsed(state, seen.finite, shrink, down, ops)
-        scale, exponent = start, state.exponent
+        scale = start
+        exponent = state.exponent
         if exponent is not None:
             exponent = self._stepped(exponent, shrink, grow, ops)
             scale = ops.exp2(exponent)
@@ -193,7 +278,8 @@ class PeerBackoff(Backoff):
         # Whole numbers, not a quotient: exact on every backend, and equal to comparing
         # the rounded quotient as the peers do.
         numerator, denominator = self.constants.share
-        allowed, counted = steps * numerator, overflows * denominator
+        allowed = steps * numerator
+        counted = overflows * denominator
         return counted > allowed if self.quirks.tolerated_counts else counted >= allowed
 
     def _clean(
@@ -305,3 +391,27 @@ class PeerBackoff(Backoff):
             "rate, or use a policy that stays at its minimum, e.g. 'headroom'."
         )
         return ScaleCollapsedError(message, state)
+
+
+def _moves(policy: Backoff, quirks: Quirks) -> _Moves:
+    """Return the configuration, rounded to the precision of the peer."""
+    warm = quirks.warm_growth_factor or 1.0
+    factors = (policy.growth_factor, policy.backoff_factor, warm)
+    bounds = (policy.min_scale, policy.max_scale, quirks.backoff_divisor or 1.0)
+    double = quirks.arithmetic == "double"
+    wide = quirks.arithmetic == "wide" and any(single(x) != x for x in factors)
+    growth, backoff, warm = factors if double or wide else map(single, factors)
+    low, high, divisor = bounds if double else map(single, bounds)
+    return _Moves(
+        growth=growth,
+        backoff=backoff,
+        low=low,
+        high=high,
+        share=fraction(policy.tolerance),
+        warm=warm,
+        divisor=divisor,
+        wide=wide,
+        min_scale=policy.min_scale,
+        max_scale=policy.max_scale,
+        quirks=quirks,
+    )

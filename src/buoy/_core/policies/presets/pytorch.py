@@ -3,7 +3,7 @@
 from math import inf
 
 from buoy._core.checks import whole
-from buoy._core.policies.backoff_checks import check_factors
+from buoy._core.policies.backoff import check_factors
 from buoy._core.policies.policy import Policy
 from buoy._core.policies.presets.peer import PeerBackoff
 from buoy._core.policies.presets.quirks import Quirks

@@ -99,6 +99,6 @@ def _problem(name: str, value: Any, hint: str) -> str | None:
 _MAY_BE_0 = ("hysteresis", "zero_stage")
 
 
-def refuse(name: str, field: str, value: Any, accepted: str) -> PolicyError:
+def refuse(name: str, field: str, value: object, accepted: str) -> PolicyError:
     """Return the error for a value that the peer's own constructor rejects."""
     return PolicyError(f"{name}: `{field}` must be {accepted}, got {value!r}.")
