@@ -122,7 +122,7 @@ def test_public_names_are_frozen():
 PUBLIC = """
 FORMATS Backoff Bounds BuoyError CallOrderError Format Headroom Histogram Imported
 LogNormal LossAhead MissingBackendError NoScaling Ops Policy PolicyError Replayed
-Row ScaleCollapsedError Seen StateVersionError Static Step Trace TraceError Tuned
+Row ScaleCollapsedError Seen StateVersionError Static Trace TraceError Tuned
 UnknownPolicyError Verdict decode encode import_state lift number_format ops_of
 oracle policies policy register replay trace tune
 """.split()

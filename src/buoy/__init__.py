@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from buoy._core.replay.compare import Replayed, oracle, replay
     from buoy._core.replay.trace import Histogram, Trace
     from buoy._core.replay.tune import Tuned, tune
-    from buoy._core.state import Seen, Step, Verdict
+    from buoy._core.state import Seen
     from buoy._core.step import Row
+    from buoy._core.verdicts import Verdict
 
 __all__ = [
     "FORMATS",
@@ -63,7 +64,6 @@ __all__ = [
     "Seen",
     "StateVersionError",
     "Static",
-    "Step",
     "Trace",
     "TraceError",
     "Tuned",
@@ -101,8 +101,9 @@ _HOMES = {
     "_core.policies.policy": "Bounds Policy",
     "_core.policies.registry": "policies policy",
     "_core.replay.compare": "Replayed oracle replay",
-    "_core.state": "Seen Step Verdict",
+    "_core.state": "Seen",
     "_core.step": "Row",
+    "_core.verdicts": "Verdict",
     "_core.policies.static": "NoScaling Static",
     "_core.replay.trace": "Histogram Trace",
     "_core.replay.tune": "Tuned tune",

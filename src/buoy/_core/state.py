@@ -1,17 +1,14 @@
-"""The data between a step and its policy: `Seen` and `Step`."""
+"""What a policy is shown of a step, and the state that it keeps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from buoy._core.ops import Scalar
-from buoy._core.verdicts import Verdict
 
 __all__ = [
     "Seen",
     "State",
-    "Step",
-    "Verdict",
     "map_state",
     "numbers",
     "parts",
@@ -120,20 +117,3 @@ class Seen:
     amax_log2: Scalar = None  # float32 []: log2 of the largest |scaled gradient|
     underflow: Scalar = None  # float32 []: share of nonzero scaled gradients < 2^-20
     loss_finite: Scalar = None  # bool []: no loss was inf or NaN before it was scaled
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The outcome of one step.
-
-    Example:
-        >>> Step(applied=True, scale=2.0, next_scale=4.0).verdict.value
-        'applied'
-    """
-
-    applied: Scalar  # bool []
-    scale: Scalar  # float32 []: the scale that this step's loss was multiplied by
-    next_scale: Scalar  # float32 []
-    verdict: Verdict = Verdict.APPLIED
-    norm: Scalar = None  # float32 []: unscaled; inf or NaN when skipped
-    offenders: tuple[str, ...] = ()  # names of the parameters that went non-finite

@@ -162,7 +162,7 @@ class Row(NamedTuple):
     applied: bool
     verdict: Verdict = Verdict.APPLIED
     next_scale: float | None = None  # None in a recorded run: the next row has it
-    norm: float | None = None  # before clipping; inf if it is not finite
+    norm: float | None = None  # before clipping; inf or NaN if the gradients are
     amax: float | None = None  # the largest gradient
     loss: float | None = None
     offenders: tuple[str, ...] = ()  # names of the parameters that were not finite

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from buoy._backends.torch.exponents import exponents
-from buoy._core.state import Verdict
+from buoy._core.verdicts import Verdict
 from buoy.demo.columns import Column
 from buoy.demo.workloads import Forward, Workload
 from buoy.emulate import LOSSES, emulate

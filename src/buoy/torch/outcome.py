@@ -11,7 +11,7 @@ from buoy._backends import torch as backend
 from buoy._backends.torch.gradients import first_gradient, gather
 from buoy._backends.torch.names import Names
 from buoy._backends.torch.poison import nonfinite_parameters, poisoned
-from buoy._core.state import Step
+from buoy._core.step import Row
 from buoy._core.verdicts import Verdict, judge_losses
 from buoy.torch.freshness import FirstGradient
 from buoy.torch.scale import Number
@@ -35,8 +35,8 @@ class Clues(NamedTuple):
 class LastStep:
     """One optimizer's last step; only reading a field waits for the device.
 
-    `applied`, `verdict`, `scale`, `next_scale`, `norm` and `offenders` are as in
-    `buoy.Step`; `read()` returns that record, with every number on the host.  `found`
+    `step`, `applied`, `verdict`, `scale`, `next_scale`, `norm` and `offenders` are as
+    in `buoy.Row`; `read()` returns that record, with every number on the host.  `found`
     stays on the device: 1.0 if the step was skipped, for code that must not wait.
 
     Example:
@@ -55,6 +55,7 @@ class LastStep:
         self,
         clues: Clues,
         *,
+        step: int,
         found: torch.Tensor | None,
         applied: bool | None,
         scale: Number,
@@ -63,6 +64,7 @@ class LastStep:
         verdict: Verdict | None = None,
     ) -> None:
         self._clues = clues
+        self.step = step  # updates before it
         self.found = found
         self.known = applied  # `applied`, if the host has it already; else None
         self.noted_scale = scale  # `scale`, not read yet
@@ -128,9 +130,10 @@ class LastStep:
         _ = self.offenders
         return self._groups
 
-    def read(self) -> Step:
+    def read(self) -> Row:
         """Read all fields; this waits for the device once per field."""
-        return Step(
+        return Row(
+            step=self.step,
             applied=self.applied,
             scale=self.scale,
             next_scale=self.next_scale,

@@ -447,7 +447,9 @@ def conclude(
         number = backend.known(found)
         pending.applied = None if number is None else not number
     losses = scaler._iteration.losses
-    pending.outcome = scaler._log.add(pending, found, scale.note(), losses, verdict)
+    pending.outcome = scaler._log.add(
+        pending, found, scale.note(), losses, verdict, step=scale.turn
+    )
     if pending.applied is False:
         for hook in scaler._hooks.skipped:
             hook(pending)

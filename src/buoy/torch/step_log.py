@@ -88,10 +88,13 @@ class StepLog:
         scale: Number,
         losses: Sequence[Number],
         verdict: Verdict | None = None,
+        *,
+        step: int,
     ) -> LastStep:
         """Log the outcome of an optimizer's step; return its record."""
         outcome = LastStep(
             self._clues(pending, losses),
+            step=step,
             found=found,
             applied=False if found is None else pending.applied,
             scale=scale,
@@ -127,8 +130,10 @@ class StepLog:
 
     def add_unscaled(self, optimizer: Any) -> None:
         """Log a step of a disabled scaler: always applied."""
+        before = self.by_optimizer.get(id(optimizer))
         outcome = LastStep(
             Clues(weak_reference(optimizer), self._names),
+            step=0 if before is None else before.step + 1,
             found=None,
             applied=True,
             scale=1.0,

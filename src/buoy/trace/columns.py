@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
-from buoy._core.state import Verdict
 from buoy._core.step import Row
+from buoy._core.verdicts import Verdict
 
 __all__ = ["MEASURED", "Rows", "columns_of"]
 

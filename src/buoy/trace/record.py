@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from buoy._core.errors import OptionError
 from buoy._core.formats import number_format
-from buoy._core.state import Verdict
 from buoy._core.step import Row
+from buoy._core.verdicts import Verdict
 from buoy._version import __version__
 from buoy.trace.outlet import Sink
 from buoy.trace.writer import Tensors, Writer

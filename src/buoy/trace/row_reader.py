@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from buoy._core.errors import TraceError
-from buoy._core.state import Verdict
+from buoy._core.verdicts import Verdict
 from buoy.trace.columns import MEASURED, Rows
 from buoy.trace.counts import Kind
 

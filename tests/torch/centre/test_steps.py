@@ -10,7 +10,7 @@ import torch
 from nets import OPTIMIZERS, loss_of, net, spoil, train
 
 import buoy
-from buoy import Step, Verdict
+from buoy import Row, Verdict
 from buoy.torch import BuoyWarning, Extension, GradScaler, OptionError
 
 
@@ -50,12 +50,13 @@ def test_last_step_has_the_unscaled_norm_if_it_was_measured(kind, clip, loop):
 
 
 def test_read_gives_the_plain_record(loop):
-    """`read()` is the core's `Step`, with nothing left on the device."""
+    """`read()` is a `Row`, with nothing left on the device."""
     scaler, model, optimizer = loop(lr=0.1)
     train(scaler, model, optimizer, ["inf"])
     record = scaler.last_step.read()
-    assert isinstance(record, Step)
-    assert (record.applied, record.scale, record.next_scale) == (
+    assert isinstance(record, Row)
+    assert (record.step, record.applied, record.scale, record.next_scale) == (
+        0,
         False,
         65536.0,
         32768.0,

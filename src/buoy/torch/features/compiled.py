@@ -146,9 +146,10 @@ def report(scaler: Scaler) -> None:
     """Add the outcome of the last compiled iteration to the scaler's log."""
     done = scaler._log.compiled
     scaler._log.compiled = None
+    step = scaler._loss_scale.turns() - 1
     for seen, skipped in done.steps:
         pending = Pending(seen.optimizer, norm=seen.norm)
-        outcome = scaler._log.add(pending, skipped, done.scale, done.losses)
+        outcome = scaler._log.add(pending, skipped, done.scale, done.losses, step=step)
         outcome.complete(done.next_scale)
 
 
