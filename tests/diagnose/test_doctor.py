@@ -92,6 +92,24 @@ def test_a_script_that_fails_is_still_examined(tmp_path):
     assert isinstance(seen.error, ValueError)
 
 
+def test_a_scale_that_stays_at_its_own_floor_is_reported():
+    """Also above 1: it cannot fall further, whatever the gradients are."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+    scaler = GradScaler(
+        "cpu", init_scale=256.0, min_scale=64.0, on_stuck=lambda _: None
+    )
+    with Doctor() as doctor:
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale(weight.sqrt().sum()).backward()  # infinite at 0
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert ["floor"] == [finding.code for finding in doctor.findings][:1]
+    assert 64.0 == doctor.facts.scalers[0].floor
+
+
 @pytest.mark.parametrize("scale", [2.0**10, 3.0])
 def test_clipping_scaled_gradients_names_the_scale(scale):
     """The one that they were multiplied by, not an example."""

@@ -21,10 +21,12 @@ from torch.optim.optimizer import (
 )
 
 from buoy._backends.torch.gradients import parameters_of
+from buoy._core.bounds import bounds_of
 from buoy.diagnose.doctor.facts import Facts, ScalerFacts
 from buoy.diagnose.doctor.losses import Losses
 from buoy.diagnose.doctor.patches import Patches, place, scalers, schedulers
 from buoy.diagnose.doctor.steps import Steps
+from buoy.torch import GradScaler
 
 __all__ = ["Enough", "Watching"]
 
@@ -118,10 +120,8 @@ class Watching:
         self._patches.remove()
         self._losses.conclude(self._steps.held())
         for known in self._scalers.values():
-            scaler = known.scaler
-            known.facts.scale = float(scaler.get_scale())
-            low = getattr(getattr(scaler, "_loss_scale", None), "low", 0.0)
-            known.facts.floor = low if math.isfinite(low) and low > 0 else 0.0
+            known.facts.scale = float(known.scaler.get_scale())
+            known.facts.floor = _floor_of(known.scaler)
         return self.facts
 
     # -- scalers ----------------------------------------------------------------------
@@ -297,6 +297,11 @@ class Watching:
     def _computed(self, _: None, tensors: object, *__: object, **___: object) -> None:
         self._steps.after_backward()
         self._losses.after_backward(_roots(tensors))
+
+
+def _floor_of(scaler: TorchGradScaler) -> float:
+    """Return the lowest scale of a scaler of Buoy; torch's own has none: 0."""
+    return bounds_of(scaler.policy).low if isinstance(scaler, GradScaler) else 0.0
 
 
 def _roots(tensors: object) -> list[torch.Tensor]:
