@@ -1,7 +1,8 @@
 """Verdicts, the reasons for skipped steps: names, a table of meanings, loss rules.
 
-To add one, add a name to `Verdict`, an entry to `VERDICTS`, a row to the table in
-`docs/guides/skipped-steps.md`, and the code that sets it.
+To add one, add a name to `Verdict`, an entry to `VERDICTS`, a row to the tables of
+`docs/guides/skipped-steps.md`, `docs/guides/jax.md` and `docs/wrong/index.md`, and the
+code that sets it: CONTRIBUTING.md says where.
 """
 
 import enum

@@ -229,12 +229,14 @@ class TorchContract(TorchGradScaler):
     def _note_loss(self, loss: torch.Tensor) -> Scale:
         """Keep a loss, and show the first of an iteration to the policy."""
         self._flush()
-        self._place(loss.device).follow()
+        scale = self._place(loss.device)
+        scale.follow()
         self._expect_backward()
         has_value = self._iteration.add_loss(loss)
         if has_value and self._iteration.scalings == 1:  # then it must not change
             self._foresee(loss)
-        return self._place(loss.device)
+            scale = self._place(loss.device)
+        return scale
 
     def _foresee(self, loss: torch.Tensor | None) -> None:
         """Show an iteration's first loss, the largest of all ranks, to the policy."""
@@ -458,6 +460,7 @@ class TorchContract(TorchGradScaler):
             self._loss_scale = scale
             ended = Ended(
                 pendings=pendings,
+                stepped=[one.outcome for one in pendings if one.outcome is not None],
                 evidence=evidence,
                 losses=self._iteration.losses,
                 step=turn,
@@ -518,7 +521,7 @@ class TorchContract(TorchGradScaler):
             setattr(self, f"_{name}", getattr(saved, name))
         state, turn = checkpoint.restored(saved, scale)
         scale.restore(state, turn)
-        scale.held = float(self._is_clipping_while_scaled())
+        scale.clipping = float(self._is_clipping_while_scaled())
         self._init_scale = saved.scale
         self._init_growth_tracker = saved.clean_steps
         # Gradients that were scaled or inspected before this are of another run.

@@ -143,7 +143,8 @@ class Extension:
     """Base class of features: override the methods to call at points of an iteration.
 
     `pending` is the state of one optimizer's gradients (`buoy.torch.pending.Pending`).
-    By default every method does nothing.
+    By default every method does nothing.  Compiled steps call none of them.  With scale
+    groups, each scaler calls its own; `before_update` is that of the parent.
 
     Example:
         >>> import buoy.torch
@@ -171,7 +172,10 @@ class Extension:
         """Called before the gradients of `pending.optimizer` are inspected."""
 
     def inspected(self, scaler: Scaler, pending: Pending) -> None:
-        """Called after inspection: `pending.gathered` is still scaled."""
+        """Called after inspection: `pending.gathered` is still scaled.
+
+        With such a hook gradients that are not clipped are read once more.
+        """
 
     def norm_measured(self, scaler: Scaler, pending: Pending) -> None:
         """Called with the norm of all ranks: `pending.norm`; may change `factor`."""
@@ -180,7 +184,10 @@ class Extension:
         """Called before an optimizer steps; may call `pending.skip_where`."""
 
     def stepped(self, scaler: Scaler, pending: Pending) -> None:
-        """Called after it stepped or was skipped: see `pending.outcome`."""
+        """Called after it stepped or was skipped: see `pending.outcome`.
+
+        `skip="joint"` may still undo the step, in `update`.
+        """
 
     def skipped(self, scaler: Scaler, pending: Pending) -> None:
         """Called after a skipped step, if the host knows the outcome."""

@@ -13,7 +13,7 @@ from buoy._backends import torch as backend
 
 __all__ = ["LOSS", "LossCheck", "loss_finite"]
 
-LOSS = "loss_finite"  # in `Policy.wants`, and in `Pending.measured`
+LOSS = "loss_overflow"  # in `Pending.measured`
 _KEPT = 64  # losses that are kept before they are combined
 
 

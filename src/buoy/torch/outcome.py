@@ -66,7 +66,7 @@ class LastStep:
         self._clues = clues
         self.step = step  # updates before it
         self.found = found
-        self.known = applied  # `applied`, if the host has it already; else None
+        self.applied_if_known = applied  # None: the host has not read it
         self.noted_scale = scale  # `scale`, not read yet
         self._norm = norm
         self._next_scale = next_scale
@@ -79,9 +79,9 @@ class LastStep:
     @property
     def applied(self) -> bool:
         """Whether the weights were updated."""
-        if self.known is None:
-            self.known = self.found is not None and not self.found.item()
-        return self.known
+        if self.applied_if_known is None:
+            self.applied_if_known = self.found is not None and not self.found.item()
+        return self.applied_if_known
 
     @property
     def skipped(self) -> bool:
@@ -169,7 +169,7 @@ class LastStep:
         `cause` is the step that failed, if this one did not.
         """
         self.found = found
-        self.known = False if known else None
+        self.applied_if_known = False if known else None
         self._verdict = None
         if cause is not None:
             self._verdict = cause.verdict

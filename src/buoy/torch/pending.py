@@ -1,5 +1,6 @@
 """One optimizer's gradients between two updates, and what was done with them."""
 
+import math
 import weakref
 from collections.abc import (
     Callable,
@@ -117,7 +118,9 @@ class Pending(MutableMapping[str, Any]):
         if found is None:
             return None
         finite = self.finite
-        if finite is None:
+        if finite is None and self.veto is None and self.applied is not None:
+            finite = self.applied
+        elif finite is None:
             number = backend.known(found)
             finite = None if number is None else number <= 0.0  # NaN: not finite
         told = {
@@ -177,9 +180,16 @@ def merged(found: Sequence[Mapping[str, Number]], home: torch.device) -> Measure
     """Combine several measurements of gradients: the largest of each."""
     whole: Measured = {}
     for name in dict.fromkeys(name for one in found for name in one):
-        values = [one[name] for one in found if name in one]
-        numbers = torch.stack([backend.scalar(value, home) for value in values])
-        whole[name] = numbers.max()
+        whole[name] = _largest([one[name] for one in found if name in one], home)
     if not all(AMAX in one for one in found):
         whole.pop(AMAX, None)  # that of some optimizers alone
     return whole
+
+
+def _largest(numbers: Sequence[Number], home: torch.device) -> Number:
+    """Return the largest number, on the host if it has them all; NaN wins."""
+    known = [backend.known(number) for number in numbers]
+    values = [value for value in known if value is not None]
+    if len(values) == len(numbers):
+        return math.nan if any(map(math.isnan, values)) else max(values)
+    return torch.stack([backend.scalar(number, home) for number in numbers]).max()

@@ -1,7 +1,7 @@
 """The scale, and the policy that moves it.
 
 A scaler begins with a `Plan`: a policy and its state, without tensors.  The first loss
-turns it into one of three, chosen once:
+turns it into one of three:
 
 | class | the policy runs on | chosen when |
 |---|---|---|
@@ -91,7 +91,7 @@ class Plan:
     bounds: Bounds
     state: Any  # of the policy
     turn: int = 0  # updates so far
-    held: Number = 0.0  # as in `Scale`
+    clipping: Number = 0.0  # as in `Scale`
 
     tensor: ClassVar[None] = None
     tracker: ClassVar[None] = None
@@ -173,7 +173,8 @@ class Scale(ABC):
         self.device = self.tensor.device
         self.may_read = backend.in_host_memory(self.tensor)
         self.turn = plan.turn  # updates so far
-        self.held = plan.held  # above 0: gradients are clipped while they are scaled
+        # Above 0: gradients are clipped while they are scaled.
+        self.clipping = plan.clipping
         self.has_foreseen = False  # the policy has seen this iteration's loss
         self._version = -1  # of the tensor, when `follow` looked last
         self._value: float | None = None  # the same; None: the host does not know it
@@ -277,7 +278,7 @@ class Scale(ABC):
         self.has_foreseen = False
         if evidence is None:
             return self
-        self.held = evidence.measured.get(CLIPPED, 0.0)
+        self.clipping = evidence.measured.get(CLIPPED, 0.0)
         return self._move(evidence)
 
     def set(self, value: Number) -> "Scale":
@@ -373,7 +374,7 @@ class KernelScale(Scale):
 
     def _move(self, evidence: Evidence) -> Self:
         self.apply(evidence)
-        self.follow()
+        self._note_tensor()
         return self
 
     def _set(self, scale: float) -> None:
@@ -416,7 +417,7 @@ class HostScale(Scale):
 
     def on_device(self) -> "KernelScale | DeviceScale":
         """Return the same scale for steps whose outcome only the device knows."""
-        plan = Plan(self.policy, self.bounds, self.state, self.turn, self.held)
+        plan = Plan(self.policy, self.bounds, self.state, self.turn, self.clipping)
         is_torchs = isinstance(self.policy, TorchRule)
         kind = KernelScale if is_torchs else DeviceScale
         other = kind(plan, self.device, 0)
@@ -439,19 +440,19 @@ class HostScale(Scale):
 
     def _foresee(self, loss: torch.Tensor) -> Scale:
         number = backend.known(loss)
-        held = backend.known(self.held)
-        if number is None or held is None:
+        clipping = backend.known(self.clipping)
+        if number is None or clipping is None:
             return self.on_device().foresee(loss)
-        bounds = self._bounds(held)
+        bounds = self._bounds(clipping)
         self._store(foreseen(self.policy, self.state, number, ops=PLAIN, bounds=bounds))
         return self
 
     def _move(self, evidence: Evidence) -> Scale:
         seen = evidence.on_host()
-        held = backend.known(self.held)
-        if seen is None or held is None:
+        clipping = backend.known(self.clipping)
+        if seen is None or clipping is None:
             return self.on_device()._move(evidence)
-        bounds = self._bounds(held)
+        bounds = self._bounds(clipping)
         try:
             state = moved(self.policy, self.state, seen, ops=PLAIN, bounds=bounds)
         except ScaleCollapsedError as error:
@@ -460,9 +461,9 @@ class HostScale(Scale):
         self._store(state)
         return self
 
-    def _bounds(self, held: float) -> Bounds:
-        """Return the bounds; the highest scale is the present one if it is held."""
-        if held <= 0.0 or not self.follows_size:
+    def _bounds(self, clipping: float) -> Bounds:
+        """Return the bounds; a scale that follows clipped gradients does not rise."""
+        if clipping <= 0.0 or not self.follows_size:
             return self.bounds
         low, high = self.bounds.low, self.bounds.high
         return self.bounds._replace(high=min(max(self.state.scale, low), high))
@@ -556,12 +557,12 @@ class DeviceScale(Scale):
         return self
 
     def _bounds(self) -> Bounds:
-        """Return the bounds; the highest scale is the present one if it is held."""
-        if not self.follows_size or backend.known(self.held) == 0.0:
+        """Return the bounds; a scale that follows clipped gradients does not rise."""
+        if not self.follows_size or backend.known(self.clipping) == 0.0:
             return self.bounds
         low, high = self.bounds.low, self.bounds.high
-        held = backend.scalar(self.held, self.device) > 0
-        top: Any = torch.where(held, self.state.scale.clamp(low, high), high)
+        clips = backend.scalar(self.clipping, self.device) > 0
+        top: Any = torch.where(clips, self.state.scale.clamp(low, high), high)
         return self.bounds._replace(high=top)
 
     def _store(self, state: Any) -> None:

@@ -6,9 +6,14 @@
     unscale     the other road, without clipping: one kernel checks and multiplies
     take        applies the step, or skips it, in one of three ways (`optimizers`)
 
-Ranks agree on what they found in `clip`, as the norm is that of all ranks, and else in
-`take`, before anything is applied.  By then it is known whether a rank clips gradients
-that it has unscaled before, so ranks that do different things get an error instead.
+A step is skipped where `Pending.flag` is above 0: `inspect` raises it for gradients
+that are not finite, `fail_where` and `skip_where` for other reasons.
+
+Ranks agree on what they found as late as possible, once for each optimizer (`agree`):
+in `clip`, as the norm is that of all ranks; else in `take`, before anything is applied;
+or in `update`, if the optimizer did not step.  By then it is known whether a rank clips
+gradients that it has unscaled before, so ranks that do different things get an error
+instead.  Only the flags of sharded gradients are agreed on in `unscale`.
 """
 
 from typing import Any
@@ -182,15 +187,14 @@ def _zeros_due(scaler: Scaler, scale: Scale) -> bool:
     At steps 16, 32, 64, ... and at every 256th; once zeros were found, at every step.
     Not with several ranks: the part of one rank may be zero.
     """
-    if scaler._ranks.several:
-        return False
     steps = scale.turn + 1
     is_power_of_two = steps & (steps - 1) == 0
-    return (
+    due = (
         scaler._log.watch.found_zeros
         or steps % _SELDOM == 0
         or (is_power_of_two and steps > 8)
     )
+    return due and not scaler._ranks.several
 
 
 def agree(scaler: Scaler, pending: Pending) -> None:
@@ -366,14 +370,13 @@ def unscale(scaler: Scaler, scale: Scale, pending: Pending) -> None:
         pending.freshness = Freshness(optimizer, gather(optimizer))
     if scaler._iteration.scalings > 1:
         pending.freshness.expect_backward()  # the pass of one loss may come later
-    if not scaler._ranks.several:
-        _keep_norms_of_overflow(scale, pending)
+    _keep_norms_of_overflow(scaler, scale, pending)
 
 
-def _keep_norms_of_overflow(scale: Scale, pending: Pending) -> None:
+def _keep_norms_of_overflow(scaler: Scaler, scale: Scale, pending: Pending) -> None:
     """Note which gradients overflowed: the user may edit `.grad` from now on."""
     flags = [backend.known(flag) for flag in pending.flags.values()]
-    if any(flags):
+    if any(flags) and not scaler._ranks.several:
         with torch.no_grad():
             pending.gathered = gather(pending.optimizer)
             one = torch.ones_like(scale.inverse)

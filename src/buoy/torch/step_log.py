@@ -33,24 +33,19 @@ if TYPE_CHECKING:
 __all__ = ["Ended", "Entry", "StepLog"]
 
 _BATCH = 16  # steps whose numbers are copied together
-_NOT_MEASURED = float("nan")  # in a copy from the device
 
 
 class Ended(NamedTuple):
     """An iteration that `update` has ended."""
 
     pendings: list[Pending]
+    stepped: list[LastStep]  # the outcomes of those that have stepped or were skipped
     evidence: Evidence | None  # None: the scale was set by hand
     losses: Sequence[Number]
     step: int
     scale: Number
     next_scale: Number
     home: torch.device
-
-    @property
-    def stepped(self) -> list[LastStep]:
-        """The outcomes of the optimizers that have stepped or were skipped."""
-        return [one.outcome for one in self.pendings if one.outcome is not None]
 
 
 class Entry(NamedTuple):
@@ -159,7 +154,7 @@ class StepLog:
         for outcome in ended.stepped:
             outcome.complete(ended.next_scale)
         finite = None if ended.evidence is None else ended.evidence.finite
-        if finite and any(one.known is False for one in ended.stepped):
+        if finite and any(one.applied_if_known is False for one in ended.stepped):
             finite = False  # skipped for a reason other than overflow
         try:
             if finite is not None:
@@ -174,9 +169,8 @@ class StepLog:
     def _tell_watch(self, ended: Ended, *, finite: bool) -> None:
         """Pass a step whose outcome is known to the watch."""
         after = ended.next_scale
-        bad = None
-        if not finite:
-            bad = next((one for one in ended.stepped if one.known is False), None)
+        skipped = [one for one in ended.stepped if one.applied_if_known is False]
+        bad = skipped[0] if skipped and not finite else None
         if finite or (bad is None and ended.stepped):
             self._tell_applied(ended)
         elif bad is not None:
@@ -188,23 +182,26 @@ class StepLog:
 
     def _tell_applied(self, ended: Ended) -> None:
         norm, amax = _sizes(ended)
-        size = None if norm is not None or amax is None else backend.known(amax)
+        size = None
+        if norm is None and amax is not None:
+            size = backend.known(amax)
         if size and isinstance(ended.scale, float):
             size /= ended.scale
-        self.watch.applied(
-            ended.next_scale
-            if isinstance(ended.next_scale, float)
-            else partial(backend.read_one, ended.next_scale),
-            norm=None if norm is None else backend.known(norm),
-            amax=size,
-        )
+        scale: float | Callable[[], float]
+        if isinstance(ended.next_scale, float):
+            scale = ended.next_scale
+        else:
+            scale = partial(backend.read_one, ended.next_scale)  # read for a message
+        norm_if_known = None if norm is None else backend.known(norm)
+        self.watch.applied(scale, norm=norm_if_known, amax=size)
 
     def _write(self, ended: Ended) -> None:
         """Make a step's row now, or start copying its numbers to the host."""
         stepped = ended.stepped
-        bad = [one for one in stepped if one.known is False]
-        outcome = bad[0] if bad else stepped[-1] if stepped else None
-        known = bool(stepped) and all(one.known is not None for one in stepped)
+        bad = [one for one in stepped if one.applied_if_known is False]
+        outcome = next(iter([*bad, *reversed(stepped)]), None)
+        outcomes = [one.applied_if_known for one in stepped]
+        known = bool(stepped) and None not in outcomes
         norm, amax = _sizes(ended)
         differs = [one.differs for one in ended.pendings if one.differs is not None]
         numbers: dict[str, Number | None] = {
@@ -264,6 +261,8 @@ class StepLog:
 
         If one raises, the others still advance.
         """
+        if not self.gates:
+            return
         with ExitStack() as due:
             for gate in reversed(self.gates):
                 if stepped is None or self._is_due(gate, stepped):
@@ -294,7 +293,7 @@ def _verdict(
     if spike:
         return Verdict.SPIKE, ()
     outcome = entry.outcome
-    if entry.watched and outcome is not None and outcome.known is False:
+    if entry.watched and outcome is not None and outcome.applied_if_known is False:
         return outcome.verdict, outcome.offenders
     if loss is None or isfinite(loss):
         return Verdict.SCALE_TOO_HIGH, ()
@@ -336,19 +335,15 @@ def _sizes(ended: Ended) -> tuple[Number | None, Number | None]:
     None where one of them has none, and for norms of different orders.
     """
     pendings = ended.pendings
+    if len(pendings) == 1:
+        return pendings[0].norm, pendings[0].amax
     norms = [one.norm for one in pendings if one.norm is not None]
     sizes = [one.amax for one in pendings if one.amax is not None]
+    orders = {one.order for one in pendings}
     norm: Number | None = None
-    if norms and len(norms) == len(pendings):
-        norm = norms[0]
-        orders = {one.order for one in pendings}
-        if len(norms) > 1:
-            norm = None
-            if len(orders) == 1:
-                norm = torch.linalg.vector_norm(torch.stack(norms), orders.pop())
+    if norms and len(norms) == len(pendings) and len(orders) == 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms), orders.pop())
     amax: Number | None = None
     if sizes and len(sizes) == len(pendings):
-        amax = sizes[0]
-        if len(sizes) > 1:
-            amax = torch.stack([backend.scalar(x, ended.home) for x in sizes]).max()
+        amax = torch.stack([backend.scalar(x, ended.home) for x in sizes]).max()
     return norm, amax

@@ -47,7 +47,7 @@ _DOING = {
     "norm": "clipping by a norm, after `unscale_`",
     "parts": "adding up the norms of a model's parts",
 }
-_BYTES = 128  # of every message, its header included
+_BYTES = 256  # of every message, its header included
 _HEAD = 16  # bytes of the header
 _GRACE = 3.0  # seconds to wait for the other ranks after a failure
 _POLL = 0.02

@@ -18,12 +18,14 @@ from buoy._core.step import bounded_norm
 
 __all__ = ["AMAX", "Survey", "inspect"]
 
-AMAX = "amax_log2"  # the name of the largest magnitude in `Policy.wants`
+# The name of the largest magnitude in `Policy.wants`.  Surveys have the magnitude
+# itself; policies get its logarithm (`Measurement.in_log2`).
+AMAX = "amax_log2"
 _LARGE = 8192  # elements per gradient above which a sum is faster than torch's kernel
 
 
 class Survey(NamedTuple):
-    """The findings about an optimizer's gradients, which are still scaled."""
+    """The findings about an optimizer's gradients, as they were when they were read."""
 
     found: torch.Tensor  # float32 []: 1 if any would not be finite after unscaling
     measured: dict[str, torch.Tensor]  # float32 [], by the names in `Policy.wants`

@@ -124,8 +124,8 @@ class _Guarded(Extension):
         own = set(self.model.parameters())
         mine = [o for o in outcomes if not own.isdisjoint(parameters_of(o.optimizer))]
         for outcome in mine or outcomes:
-            if outcome.known is False:
+            if outcome.applied_if_known is False:
                 self.copies.restore()
-            elif outcome.known is None and outcome.found is not None:
+            elif outcome.applied_if_known is None and outcome.found is not None:
                 self.copies.restore_where(outcome.found > 0)  # only the device knows
         self.drop()

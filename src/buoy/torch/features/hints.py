@@ -101,7 +101,7 @@ class Hints(Extension):
         if self._scale is None or not self._scale.follows_size:
             return None
         looks = self._clipping.state()
-        held = self.clipped or backend.read_one(self._scale.held) > 0.0
+        held = self.clipped or backend.read_one(self._scale.clipping) > 0.0
         return {"clipped": held, "looks": looks} if held or looks else None
 
     def load_state_dict(self, state: Any) -> None:
