@@ -125,7 +125,7 @@ def test_a_population_under_vmap_keeps_a_scale_each():
     second = jax.tree.map(lambda x: x[1], state)
     assert last_step(second).skipped
     with pytest.raises(buoy.jax.StructureError, match=r"3 models.*x\[0\]"):
-        last_step(state).read()
+        last_step(state)
 
 
 def test_the_program_talks_to_no_host():
