@@ -6,9 +6,7 @@ methods.  `buoy.torch.step` tells what happens to the gradients.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -438,11 +436,18 @@ class TorchContract(TorchGradScaler):
         else:
             check_new_scale(new_scale, self._device, self._options)  # before all others
             busy = [self, *(one for one in busy if one is not self)]
+        failures: list[Exception] = []
+        for one in busy:  # if one of them raises, the others still end
+            try:
+                one._update(new_scale if one is self else None)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
         outcomes = [one.outcome for one in pendings if one.outcome is not None]
-        ends = [
-            partial(one._update, new_scale if one is self else None) for one in busy
-        ]
-        _call_all([*ends, partial(self._log.open_gates, outcomes)])
+        try:
+            self._log.open_gates(outcomes)
+        finally:
+            if failures:
+                raise failures[0]
 
     def _update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move this scale, or set it, and end the iteration."""
@@ -528,13 +533,3 @@ class TorchContract(TorchGradScaler):
         self._iteration.scalings = 0
         self._iteration.forget_losses()
         self._per_optimizer_states = defaultdict(Pending)
-
-
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    """Call every function, also if one of them raises."""
-    if functions:
-        first, *rest = functions
-        try:
-            first()
-        finally:
-            _call_all(rest)

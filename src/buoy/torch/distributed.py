@@ -265,17 +265,18 @@ class _Exchange:
 
         The third are the numbers of the norm.
         """
-        largest = self._vector([self._own.get(name, 0.0) for name in _LARGEST])
+        most = self._vector([self._own.get(name, 0.0) for name in _LARGEST])
         equal = self._vector([*self._equal.values()])
-        vector = torch.cat([largest, equal, -equal])
+        vector = torch.cat([most, equal, -equal])
         if self._norm is not None:
             replicas = norms.message(self._sums, self._norm.order)
             vector = torch.cat([vector, replicas])
         sent = self._communicator.reduce(self._doing, vector, _MAX)
         vector, gap = sent.wait()
-        both = vector[len(_LARGEST) : _END].view(2, len(_EQUAL))
+        largest, smallest = vector[len(_LARGEST) : _END].view(2, len(_EQUAL))
+        gap = gap + (largest + smallest).sum()  # by pairs first: each is exactly 0
         numbers = dict(zip(_LARGEST, vector, strict=False))
-        return numbers, gap + both.sum(), vector[_END:]
+        return numbers, gap, vector[_END:]
 
     def _vector(self, numbers: list[Number]) -> torch.Tensor:
         """Return numbers of the host and of devices as one vector, in one copy each."""

@@ -8,7 +8,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -164,7 +164,8 @@ def hand_over(
             read_outcome(pending, found)
             if not pending.applied:
                 return None
-        found = (found > 0).float()  # torch's kernels skip only at exactly 1
+        if pending.survey is None or found is not pending.survey.found:
+            found = (found > 0).float()  # torch's kernels skip only at exactly 1
     grad_scale = None
     pending.handed_over = pending.stage is not OptState.UNSCALED
     if pending.handed_over:
@@ -173,29 +174,26 @@ def hand_over(
     takers = recipients(optimizer).found
     if found is not None:
         for taker in takers:
-            if isinstance(taker, torch.optim.SGD):
-                _fill_momentum(taker)
-    with _attributes(takers, grad_scale, found):
-        return optimizer.step(*args, **kwargs)
-
-
-@contextmanager
-def _attributes(
-    takers: tuple[Any, ...], grad_scale: torch.Tensor | None, found: torch.Tensor | None
-) -> Iterator[None]:
-    """Set both attributes; a `grad_scale` that the user has set is multiplied."""
+            _fill_momentum(taker)
     for taker in takers:
-        own = getattr(taker, "grad_scale", None)
-        if grad_scale is not None:
-            own = grad_scale if own is None else grad_scale * own
-        taker.grad_scale = own
-        taker.found_inf = 0 if found is None else found
+        _give(taker, grad_scale, found)
     try:
-        yield
+        return optimizer.step(*args, **kwargs)
     finally:
         for taker in takers:
             del taker.grad_scale
             del taker.found_inf
+
+
+def _give(
+    taker: Any, grad_scale: torch.Tensor | None, found: torch.Tensor | None
+) -> None:
+    """Set both attributes; a `grad_scale` that the user has set is multiplied."""
+    own = getattr(taker, "grad_scale", None)
+    if grad_scale is not None:
+        own = grad_scale if own is None else grad_scale * own
+    taker.grad_scale = own
+    taker.found_inf = 0 if found is None else found
 
 
 def pass_scaler(
@@ -228,6 +226,8 @@ def _fill_momentum(optimizer: Any) -> None:
     so.  From zeros the first step has the same result as without a buffer, but not with
     dampening, which does not apply to the first momentum.
     """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
     for group, param, state in _fused_momentum(optimizer):
         if group.get("dampening"):
             raise OptionError(errors.FUSED_DAMPENING)

@@ -356,7 +356,9 @@ class KernelScale(Scale):
             rule.backoff_factor,
             rule.growth_interval,
         )
-        self.tensor.clamp_(self.bounds.low, self.bounds.high)
+        low, high, _ = self.bounds
+        if not (self.may_read and low <= self.tensor.item() <= high):
+            self.tensor.clamp_(low, high)
 
     def apply_loss(self, loss: torch.Tensor) -> None:
         """Nothing to do: torch's rule does not look at the loss."""

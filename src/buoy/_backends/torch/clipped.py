@@ -52,7 +52,8 @@ class ClippedWhileScaled:
 
     def loss_scaled(self, scaled: torch.Tensor) -> None:
         """Arrange to compare with the gradients as the backward pass leaves them."""
-        if scaled.requires_grad and any(x.left > 0 for x in self._watched.values()):
+        watched = [one for one in self._watched.values() if one.left > 0]
+        if watched and scaled.requires_grad:
             scaled.register_hook(partial(_begin, weakref.ref(self)))  # type: ignore[no-untyped-call]
 
     def backward_ended(self) -> None:

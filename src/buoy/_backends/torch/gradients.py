@@ -87,11 +87,15 @@ def gather(optimizer: Any, *, summed: bool = False) -> Gathered:
     `summed`: duplicate rows of sparse gradients are summed first, in place.  The norm
     and the largest value of a sparse gradient are defined after the sum.
     """
-    params: list[Any] = [p for p in parameters_of(optimizer) if p.grad is not None]
-    if _DISTRIBUTED and dist.is_initialized():
-        for param in params:
-            _reduce_partial(param)
+    params: list[Any] = parameters_of(optimizer)
     held = [param.grad for param in params]
+    if any(grad is None for grad in held):
+        params = [param for param in params if param.grad is not None]
+        held = [param.grad for param in params]
+    if _DISTRIBUTED and dist.is_initialized() and any(map(_is_partial, held)):
+        for param in params:
+            _reduce(param)
+        held = [param.grad for param in params]
     kinds = {(type(grad), grad.device, grad.dtype, grad.layout) for grad in held}
     if len(kinds) == 1:  # nearly always: kernels can take them as they are
         ((kind, device, dtype, layout),) = kinds
@@ -103,10 +107,15 @@ def gather(optimizer: Any, *, summed: bool = False) -> Gathered:
     return Gathered(params, held, grads, _buckets(grads), sharded)
 
 
-def _reduce_partial(param: Any) -> None:
-    """Reduce a DTensor's gradient that is still a sum of parts on several ranks."""
-    placements = getattr(param.grad, "placements", ())
-    if any(placement.is_partial() for placement in placements):
+def _is_partial(grad: Any) -> bool:
+    """Return whether a DTensor is still a sum of parts on several ranks."""
+    placements = getattr(grad, "placements", ())
+    return any(placement.is_partial() for placement in placements)
+
+
+def _reduce(param: Any) -> None:
+    """Add up the parts of a gradient."""
+    if _is_partial(param.grad):
         param.grad = param.grad.redistribute(placements=param.placements)
 
 

@@ -193,7 +193,7 @@ def _check(buckets: list[Bucket], home: torch.device) -> Survey:
 
 def _check_bucket(bucket: Bucket) -> torch.Tensor:
     flag = torch.zeros((), dtype=torch.float32, device=bucket.device)
-    count = sum(grad.numel() for grad in bucket.grads)
+    count = sum(map(torch.Tensor.numel, bucket.grads))
     if bucket.dtype is torch.float32 and count > _LARGE * len(bucket.grads):
         total = torch.stack([grad.sum() for grad in bucket.grads]).sum()
         seen = backend.known(total)
