@@ -41,7 +41,7 @@ class Policy(Protocol):
 
     @property
     def bounds(self) -> Bounds:
-        """The lowest and the highest scale: front ends keep every scale within."""
+        """The lowest and the highest scale, which front ends keep to."""
 
     @property
     def wants(self) -> frozenset[str]:
