@@ -153,7 +153,7 @@ class TorchContract(TorchGradScaler):
         return scale
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if isinstance(self._loss_scale, Scale):
+        if not isinstance(self._loss_scale, Plan):
             message = "_growth_tracker initialized before _scale"
             raise AssertionError(message)  # noqa: TRY004 - as in torch
         self._place(torch.device(dev))
@@ -292,13 +292,16 @@ class TorchContract(TorchGradScaler):
         allow_fp16: bool,
     ) -> Flags:
         """Check and multiply the gradients; return a flag per device."""
-        pending = self._per_optimizer_states.get(id(optimizer)) or Pending()
+        pending = self._per_optimizer_states.get(id(optimizer))
+        if pending is None:
+            pending = Pending()
         pending.optimizer = optimizer
         scale = self._loss_scale
         with torch.no_grad():
             gathered = step.gather_gradients(self, pending, allow_fp16=allow_fp16)
-            if isinstance(scale, Scale):
-                step.inspect_if_due(self, scale, pending, inv_scale.reshape(()))
+            if not isinstance(scale, Plan):
+                inverse = inv_scale.reshape(()) if inv_scale.dim() else inv_scale
+                step.inspect_if_due(self, scale, pending, inverse)
             return unscale_(
                 gathered,
                 inv_scale,

@@ -166,7 +166,7 @@ def may_overflow(scale: Plan | Scale, inverse: torch.Tensor) -> bool:
 
     Libraries may unscale with a number of their own.
     """
-    if isinstance(scale, Scale) and inverse is scale.inverse:
+    if not isinstance(scale, Plan) and inverse is scale.inverse:
         return scale.may_overflow
     number = backend.known(inverse)
     return number is None or not number <= 1.0

@@ -25,7 +25,7 @@ from buoy.torch.freshness import Freshness
 from buoy.torch.hooks import Scaler
 from buoy.torch.optimizers import read_outcome
 from buoy.torch.pending import Pending, merged
-from buoy.torch.scale import Measured, Scale
+from buoy.torch.scale import Measured, Plan
 
 __all__ = ["given", "step"]
 
@@ -93,7 +93,7 @@ def _begin(scaler: Scaler, optimizer: Any) -> Pending:
         raise CallOrderError(_SPIKES)
     pending = scaler._per_optimizer_states[id(optimizer)]
     pending.optimizer = optimizer
-    if isinstance(scaler._loss_scale, Scale):
+    if not isinstance(scaler._loss_scale, Plan):
         pending = scaler._pending(optimizer, "step")
         torch_step.recheck(scaler, pending)
     scaler._hooks.before_step_without(Joint, pending)  # see `conclude`

@@ -20,7 +20,7 @@ from buoy._core.errors import BuoyWarning, CallOrderError
 from buoy._core.warn import warn
 from buoy.torch.hooks import Extension, Scaler
 from buoy.torch.pending import Pending
-from buoy.torch.scale import CLIPPED, Scale
+from buoy.torch.scale import CLIPPED, Plan, Scale
 
 __all__ = ["Hints"]
 
@@ -80,7 +80,7 @@ class Hints(Extension):
         if self._bad:
             kept = self._bad.pop(id(pending.optimizer), ())
             pending.stale = any(map(_is_kept, kept))
-        if isinstance(scaler._loss_scale, Scale):
+        if not isinstance(scaler._loss_scale, Plan):
             self._scale = scaler._loss_scale
             self._look_for_clipping(scaler, self._scale, pending.optimizer)
             pending.measured[CLIPPED] = float(self.clipped)
