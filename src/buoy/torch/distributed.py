@@ -153,7 +153,7 @@ class Together:
         """Return the largest of all ranks' numbers; this waits."""
         most, gap = self._communicator.reduce(doing, _ordered(number), _MAX).wait()
         if backend.known(gap):
-            raise _mismatch(self._communicator, [code_of(doing), *[0.0] * 8])
+            raise _mismatch(self._communicator, _State(code_of(doing)))
         return most
 
     def largest_loss(
@@ -333,7 +333,7 @@ class _Exchange:
         """
         names = ("order", "rounds", "scale", "turn", "tracker")
         state = [backend.read_one(self._equal[name]) for name in names]
-        own = [code_of(self._doing), *state, *self._sums.tolist()]
+        own = _State(code_of(self._doing), *state, *self._sums.tolist())
         return _mismatch(self._communicator, own)
 
 
@@ -342,27 +342,41 @@ def _ordered(number: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(number, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _mismatch(communicator: Communicator, own: list[float]) -> RankMismatchError:
-    """Gather the calls and states of all ranks; return the error.
+class _State(NamedTuple):
+    """What one rank tells the others after they were found to differ."""
 
-    `own`: the call, order and rounds of the norm, scale, turn and tracker, three sums.
-    """
+    call: float  # see `code_of`
+    order: float = 0.0  # of the norm
+    rounds: float = 0.0
+    scale: float = 0.0
+    turn: float = 0.0
+    tracker: float = 0.0
+    power: float = 0.0  # the sums of replicas: `rank_norms.Part.sums`
+    quartic: float = 0.0
+    elements: float = 0.0
+
+
+def _mismatch(communicator: Communicator, own: _State) -> RankMismatchError:
+    """Gather the calls and states of all ranks; return the error."""
     sent = torch.tensor(own, dtype=torch.float64, device="cpu")
     table = communicator.gather(sent).tolist()
-    rows = dict(zip(communicator.members(), table, strict=True))
-    if len({row[0] for row in table}) > 1:
-        return collectives.different_calls({rank: row[0] for rank, row in rows.items()})
-    held = {rank: (row[3], int(row[4]), int(row[5])) for rank, row in rows.items()}
+    states = [_State(*row) for row in table]
+    ranks = dict(zip(communicator.members(), states, strict=True))
+    if len({one.call for one in states}) > 1:
+        return collectives.different_calls({r: one.call for r, one in ranks.items()})
+    held = {
+        rank: (one.scale, int(one.turn), int(one.tracker))
+        for rank, one in ranks.items()
+    }
     if len(set(held.values())) > 1:
         return different_states(held)
-    if len({(*row[1:3],) for row in table}) > 1:
+    if len({(one.order, one.rounds) for one in states}) > 1:
         return RankMismatchError(_DIFFERENT_ROUNDS)
-    code, order, _, scale = own[:4]
-    unit = scale if code == code_of("clip") else 1.0
+    unit = own.scale if own.call == code_of("clip") else 1.0
     sizes = {
-        rank: (row[6] ** (1.0 / order) / unit, int(row[8]))
-        for rank, row in rows.items()
-        if row[8]
+        rank: (one.power ** (1.0 / own.order) / unit, int(one.elements))
+        for rank, one in ranks.items()
+        if one.elements
     }
     return norms.different_norms(sizes)
 
