@@ -357,7 +357,8 @@ class KernelScale(Scale):
             rule.growth_interval,
         )
         low, high, _ = self.bounds
-        if not (self.may_read and low <= self.tensor.item() <= high):
+        reads = self.may_read and not torch.compiler.is_compiling()
+        if not (reads and low <= self.tensor.item() <= high):
             self.tensor.clamp_(low, high)
 
     def apply_loss(self, loss: torch.Tensor) -> None:
