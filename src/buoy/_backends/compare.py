@@ -27,7 +27,8 @@ def differs(
 
         step = _jitted(policy, ops, module) if backend == "jax" else _eager(policy, ops)
         for history in histories:
-            state, plain = map_state(lift, policy.init()), policy.init()
+            state = map_state(lift, policy.init())
+            plain = policy.init()
             for index, event in enumerate(history):
                 seen = seen_of(policy, event)
                 plain = policy.foresee(plain, event[3], ops=PLAIN)

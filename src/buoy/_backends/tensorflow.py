@@ -29,8 +29,11 @@ __all__ = [
     "values_of",
 ]
 
-_BIAS, _MANTISSA = 127, 23  # of float32
-_LOWEST, _HIGHEST = -126.0, 128.0  # exponents of its normal numbers
+# Of float32: the bias of its exponent, its fraction bits, its normal exponents.
+_BIAS = 127
+_MANTISSA = 23
+_LOWEST = -126.0
+_HIGHEST = 128.0
 _LN2 = math.log(2.0)
 
 

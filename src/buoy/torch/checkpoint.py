@@ -94,7 +94,8 @@ def checked(state: Any, policy: Policy, options: Options) -> Saved:
         raise _damaged("parts", parts)
     parts = {**parts, **{key: own[key] for key in _TOP if key in own}}
     name = TorchRule.__name__
-    kept, turn = None, 0
+    kept = None
+    turn = 0
     if {"policy", "state", "turn"} & own.keys():
         name, kept, turn = _of_policy(own, policy)
     return Saved(

@@ -79,7 +79,9 @@ class Options:
                 raise OptionError(f"`{name}` must be {shown}, got {value!r}.")
         if self.managed and self.sync == "never":
             raise OptionError("`managed` reads the device: leave out `sync='never'`.")
-        low, high, init = self.min_scale, self.max_scale, self.init_scale
+        low = self.min_scale
+        high = self.max_scale
+        init = self.init_scale
         within = (low or 0.0) <= init <= (high or math.inf)
         if self.policy is None and not within:
             raise OptionError(

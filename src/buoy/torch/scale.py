@@ -468,7 +468,8 @@ class HostScale(Scale):
         """Return the bounds; a scale that follows clipped gradients does not rise."""
         if clipping <= 0.0 or not self.follows_size:
             return self.bounds
-        low, high = self.bounds.low, self.bounds.high
+        low = self.bounds.low
+        high = self.bounds.high
         return self.bounds._replace(high=min(max(self.state.scale, low), high))
 
     def _store(self, state: Any) -> None:
@@ -563,7 +564,8 @@ class DeviceScale(Scale):
         """Return the bounds; a scale that follows clipped gradients does not rise."""
         if not self.follows_size or backend.known(self.clipping) == 0.0:
             return self.bounds
-        low, high = self.bounds.low, self.bounds.high
+        low = self.bounds.low
+        high = self.bounds.high
         clips = backend.scalar(self.clipping, self.device) > 0
         top: Any = torch.where(clips, self.state.scale.clamp(low, high), high)
         return self.bounds._replace(high=top)

@@ -169,7 +169,9 @@ class GradScaler(TorchContract):
 
     def __repr__(self) -> str:
         """Return one line.  This waits for the scale, not for other numbers."""
-        kind, policy, watch = type(self).__name__, self._options.policy, self._log.watch
+        kind = type(self).__name__
+        policy = self._options.policy
+        watch = self._log.watch
         if not self._enabled:
             return f"{kind}(enabled=False)"
         name = policy if isinstance(policy, str | None) else type(policy).__name__

@@ -22,7 +22,8 @@ from buoy._core.clipped import ENOUGH, SeenScaled, is_threshold
 __all__ = ["ClippedWhileScaled"]
 
 _FIRST = 16  # looks at an optimizer's gradients
-_AGAIN, _EVERY = 4, 256  # then so many in each so many steps
+_AGAIN = 4  # then so many,
+_EVERY = 256  # in each so many steps
 _KEPT = 16  # looks that are remembered
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -80,7 +81,8 @@ class ClippedWhileScaled:
             if not all(type(x) in (int, float) and math.isfinite(x) for x in one):
                 raise ValueError(f"{one!r:.80} should be finite numbers")
             _Watched(None, one)
-        self._watched, self._saved = {}, [list(one) for one in saved]
+        self._watched = {}
+        self._saved = [list(one) for one in saved]
 
 
 class _Watched:
@@ -94,8 +96,10 @@ class _Watched:
         except TypeError:  # no weak references to it, or there is none
             self.optimizer = lambda: optimizer
         left, turn, found, clean, *seen = saved or (_FIRST, 0, 0, 0)
-        self.left, self._turn = int(left), int(turn)
-        self.found, self.clean = bool(found), int(clean)
+        self.left = int(left)
+        self._turn = int(turn)
+        self.found = bool(found)
+        self.clean = int(clean)
         size = len(SeenScaled._fields)
         self._seen = deque[SeenScaled](maxlen=_KEPT)
         for start in range(0, len(seen), size):
@@ -124,7 +128,8 @@ class _Watched:
 
     def look(self, scale: torch.Tensor) -> float | None:
         """Compare; return the scale when this is the first look to be certain."""
-        mark, before = self._mark, self._before
+        mark = self._mark
+        before = self._before
         self._mark = self._before = None
         self._turn += 1
         self.left -= self.left > 0
@@ -172,7 +177,9 @@ class _Watched:
         if not (is_threshold(self._seen, 0) or is_threshold(self._seen, 1)):
             self._note_clean()
             return None
-        told, self.found, self.clean = self.found, True, 0
+        told = self.found
+        self.found = True
+        self.clean = 0
         return None if told else seen.scale
 
 

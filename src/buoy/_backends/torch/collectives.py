@@ -63,7 +63,8 @@ def _empty_message(
     doing: str, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     message = torch.zeros(_BYTES // dtype.itemsize, dtype=dtype, device=device)
-    message[0], message[1] = code_of(doing), -code_of(doing)
+    message[0] = code_of(doing)
+    message[1] = -code_of(doing)
     return message
 
 

@@ -65,7 +65,8 @@ def sampled(grad: torch.Tensor, stride: int) -> list[torch.Tensor]:
     flat = grad.reshape(-1)
     if stride == 1:
         return [flat]
-    count, period = flat.numel(), BLOCK * stride
+    count = flat.numel()
+    period = BLOCK * stride
     rest = count % period
     found = [flat[count - rest :]] if rest < BLOCK else []
     if count >= BLOCK:
@@ -84,7 +85,8 @@ def small_share(
     is copied, and counted at once; in place, as new memory costs more than the count.
     """
     stride = sample_stride(sum(grad.numel() for group in groups for grad in group))
-    small, nonzero = [], []
+    small = []
+    nonzero = []
     for group in groups:
         views = [view for grad in group for view in sampled(grad, stride)]
         for dim in (1, 2):

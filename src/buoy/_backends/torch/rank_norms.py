@@ -38,7 +38,9 @@ __all__ = [
 # Replicas whose sums have different orders differ by up to 5e-4 (BF16).
 _CLOSE = 1e-3
 _COUNTS = 2**24  # float32 counts no further
-SUMMED, GROUPED = 1, 2  # after the MAX: a SUM over all ranks, SUMs over process groups
+# What follows the MAX, as flags:
+SUMMED = 1  # a SUM over all ranks
+GROUPED = 2  # SUMs over process groups
 
 
 class RankGradients(NamedTuple):
@@ -91,11 +93,13 @@ def local_norm(
 
     The units of FullyShardedDataParallel are searched in `model`.
     """
-    order, everyone = seen.order, frozenset(ranks)
+    order = seen.order
+    everyone = frozenset(ranks)
     units = cache(partial(_units, model))
     layouts = [_layout(param, everyone, units) for param in seen.params]
     if order == math.inf:
-        layouts, norm_group = [_Layout(layout.shards) for layout in layouts], None
+        layouts = [_Layout(layout.shards) for layout in layouts]
+        norm_group = None
     if norm_group is not None:
         layouts = list(map(partial(_grouped, norm_group), seen.params, layouts))
     places: dict[_Layout, list[int]] = {layout: [] for layout in layouts}
@@ -142,7 +146,8 @@ def _names(part: Part) -> list[str]:
 
 def _sizes(seen: RankGradients) -> torch.Tensor:
     """Return the norms, finite if the gradients are.  float64 [n]."""
-    home, norms = seen.total.device, seen.norms
+    home = seen.total.device
+    norms = seen.norms
     if not len(norms):
         return torch.zeros(0, dtype=torch.float64, device=home)
     sizes = torch.stack([norm.to(home, non_blocking=True).double() for norm in norms])
@@ -197,8 +202,10 @@ def differ(agreed: torch.Tensor) -> torch.Tensor:
 
     False if anything is non-finite: that step is skipped anyway.
     """
-    most, least = agreed[:3], -agreed[3:]
-    norms, counts = (most - least)[:2] > _CLOSE * most[:2], most[2] > least[2]
+    most = agreed[:3]
+    least = -agreed[3:]
+    norms = (most - least)[:2] > _CLOSE * most[:2]
+    counts = most[2] > least[2]
     return (most[0] < torch.inf) & (norms.any() | counts)
 
 

@@ -111,7 +111,8 @@ class _Evaluation:
         self._measured: list[Measured] = []  # of each evaluation
 
     def __call__(self) -> Any:
-        scaler, pending = self.scaler, self.pending
+        scaler = self.scaler
+        pending = self.pending
         optimizer = pending.optimizer
         pending.forget()
         before = scaler._iteration.scalings
@@ -148,7 +149,8 @@ class _Evaluation:
 
         Returns whether there are gradients.
         """
-        scaler, pending = self.scaler, self.pending
+        scaler = self.scaler
+        pending = self.pending
         if pending.stage is OptState.READY:
             scaler.unscale_(pending.optimizer)
         torch_step.agree(scaler, pending)
@@ -163,7 +165,8 @@ class _Evaluation:
 
     def conclude(self, snapshot: OptimizerSnapshot) -> None:
         """Log one step: the last evaluation, with the largest of all measurements."""
-        scaler, pending = self.scaler, self.pending
+        scaler = self.scaler
+        pending = self.pending
         scale = scaler._placed("step")
         if len(self._measured) > 1:
             pending.measured = merged(self._measured, scale.device)

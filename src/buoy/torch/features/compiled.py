@@ -138,7 +138,8 @@ def update(scaler: Scaler) -> None:
     if iteration.loss_check is not None:
         iteration.loss_check.clear()
     scale.compiled_updates.add_(1)
-    losses, after = iteration.compiled_losses, scale.tensor.clone()
+    losses = iteration.compiled_losses
+    after = scale.tensor.clone()
     scaler._log.compiled = _Done(steps, losses, before, after)
 
 
@@ -208,7 +209,8 @@ class _Traceable:
 
     def __init__(self, optimizer: Any) -> None:
         self.kind = type(optimizer)
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
         self.defaults = optimizer.defaults
 
     def _init_group(self, *args: Any) -> Any:

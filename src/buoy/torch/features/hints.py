@@ -208,7 +208,8 @@ def _is_kept(bad: _Gradient) -> bool:
     Cleared gradients are other tensors, or were written at least twice: by `zero_grad`
     and by the next backward pass.
     """
-    owner, grad = bad.owner(), bad.grad()
+    owner = bad.owner()
+    grad = bad.grad()
     if owner is None or grad is None or owner.grad is not grad:
         return False
     return grad._version - bad.version <= 1

@@ -49,7 +49,8 @@ class KeptFp32(AbstractContextManager["KeptFp32"]):
             module.__class__ = kind
         for tensor, dtype in self._tensors:
             _convert(tensor, dtype)
-        self._modules, self._tensors = [], []
+        self._modules = []
+        self._tensors = []
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -107,8 +107,10 @@ class MasterWeights:
             raise OptionError(
                 f"`rounding` must be None, 'nearest' or 'stochastic', got {rounding!r}."
             )
-        self.optimizer, self.rounding = optimizer, rounding
-        self._names, self._seed = names or Names(model), seed
+        self.optimizer = optimizer
+        self.rounding = rounding
+        self._names = names or Names(model)
+        self._seed = seed
         self._pairs: dict[int, _Pair] = {}  # by the parameter's id
         self._swapped: list[_Pair] | None = None  # while masters are in place
         self._stepped = False
@@ -181,7 +183,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def _leave(self) -> None:
-        pairs, self._swapped = self._swapped or [], None
+        pairs = self._swapped or []
+        self._swapped = None
         self._exchange([(pair.master, pair.param) for pair in pairs])
         # The same random numbers on every rank, and after a resume.
         seed = (self._seed << 32) + self.optimizer.param_groups[0].get(_COUNT, 0)
@@ -193,7 +196,8 @@ class MasterWeights:
 
     def _exchange(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace tensors in the parameter groups, in place: LBFGS shares the list."""
-        others, state = {id(old): new for old, new in pairs}, self.optimizer.state
+        others = {id(old): new for old, new in pairs}
+        state = self.optimizer.state
         for group in self.optimizer.param_groups:
             group["params"][:] = [others.get(id(one), one) for one in group["params"]]
         for old, new in pairs:
@@ -380,5 +384,6 @@ def _check_state(optimizer: Any, names: Names) -> None:
 
 def _listed(names: Names, optimizer: Any, params: list[torch.Tensor]) -> str:
     """Return the names of up to eight parameters, and the number of the rest."""
-    described, more = names.described(optimizer, params), len(params) - 8
+    described = names.described(optimizer, params)
+    more = len(params) - 8
     return ", ".join(described[:8]) + (f" and {more} more" if more > 0 else "")

@@ -63,7 +63,8 @@ def _rank() -> tuple[int, int]:
 
 
 def _description(scaler: Scaler) -> dict[str, Any]:
-    policy, model = scaler.policy, scaler._names.model
+    policy = scaler.policy
+    model = scaler._names.model
     try:
         settings: Any = encode(policy)
     except BuoyError:  # a policy of the user
@@ -98,8 +99,10 @@ class Record(Extension):
     key = "record"
 
     def __init__(self, recorder: Recorder, names: Names, log: StepLog) -> None:
-        self.recorder, self.failed = recorder, False
-        self._names, self._log = names, log
+        self.recorder = recorder
+        self.failed = False
+        self._names = names
+        self._log = log
         self._tensors: Sizes = []  # with a row in `_counts`
         self._counts: list[torch.Tensor] = []  # int32 [tensors, BINS]
         self._reader = AsyncReader(every=1)  # each note is a callback
@@ -126,8 +129,10 @@ class Record(Extension):
     @_stop_on_error
     def updated(self, scaler: Scaler, pendings: list[Pending]) -> None:
         """Record the histograms; the log calls `row`."""
-        tensors, self._tensors = self._tensors, []
-        counts, self._counts = self._counts, []
+        tensors = self._tensors
+        self._tensors = []
+        counts = self._counts
+        self._counts = []
         outcomes = [one.outcome for one in pendings if one.outcome is not None]
         scales = [one.noted_scale for one in outcomes]
         if counts and scales:

@@ -63,7 +63,8 @@ def run(
     tries = 0
     try:
         while True:
-            before, taken = _last_steps(scaler), {}
+            before = _last_steps(scaler)
+            taken = {}
             result = _attempt(scaler, step_fn, optimizers)
             now = _last_steps(scaler)
             taken = {step: one for step, one in now.items() if step not in before}
