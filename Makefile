@@ -34,7 +34,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# `make COVERAGE=yes ...` notes which lines are reached; `make coverage` prints the others.
+# `make COVERAGE=yes ...` notes which lines are reached, for `make coverage`.
 PYTEST := python -m $(if $(COVERAGE),coverage run -m) pytest -q
 PARALLEL := -n auto --dist worksteal
 
@@ -46,7 +46,11 @@ unit: $(READY)
 long: $(READY) browser
 	$(BIN)/$(PYTEST) $(PARALLEL) -m long
 
+# Which lines of the package the tests that are not slow do not reach; and, with
+# COVERAGE=yes before, those that were run so.  A test that fails here only because it is
+# measured does not count: `make test` runs the same ones.
 coverage: $(READY)
+	-$(BIN)/python -m coverage run -m pytest -q $(PARALLEL) -m 'not slow' tests
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
