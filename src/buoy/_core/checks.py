@@ -96,7 +96,8 @@ def power_of_two(policy: object, field: str) -> None:
 
 def ordered(policy: object, lower: str, upper: str) -> None:
     """Raise if the lower bound is above the upper one."""
-    low, high = getattr(policy, lower), getattr(policy, upper)
+    low = getattr(policy, lower)
+    high = getattr(policy, upper)
     if low > high:
         message = (
             f"{type(policy).__name__}: `{lower}` must not exceed `{upper}`, "

@@ -45,7 +45,8 @@ def is_threshold(every: Sequence[SeenScaled], kind: int) -> bool:
     scales.  At a single scale it must also be round, and must not be a usual threshold
     that was multiplied by the scale, or constant gradients divided by a number.
     """
-    last, size = every[-1], every[-1][kind]
+    last = every[-1]
+    size = last[kind]
     error = max(_error(one, kind) for one in every)
     same = [one for one in every if _is_near(one[kind], size, error)]
     if size == 0.0 or len(same) < ENOUGH:
@@ -121,7 +122,8 @@ def find_threshold(
         while scaled[start] < size * (1.0 - 2.0 * _EXACT):
             start += 1
         best = max(best, (end - start, -start))
-    count, start = best[0], -best[1]
+    count = best[0]
+    start = -best[1]
     if count < _ROWS or count < _SHARE * len(every):
         return None
     size = scaled[start + count // 2]

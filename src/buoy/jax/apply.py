@@ -257,7 +257,8 @@ def _stacked(line: Sequence[Scalar]) -> jax.Array:
 
     Not by `stack`: of more than eight numbers, XLA makes a kernel of its own for it.
     """
-    places, row = jnp.arange(len(line)), jnp.zeros(len(line), jnp.float32)
+    places = jnp.arange(len(line))
+    row = jnp.zeros(len(line), jnp.float32)
     for place, number in enumerate(line):
         row = jnp.where(places == place, jnp.asarray(number, jnp.float32), row)
     return row

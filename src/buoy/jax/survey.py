@@ -60,7 +60,8 @@ def survey(
         top = None if amax is False else jax.lax.cond(amax, _top_of, _no_top, leaves)
     else:
         sizes = [_largest(leaf) for leaf in leaves]
-        bad, top = _overflows(sizes, inverse), _top(sizes)
+        bad = _overflows(sizes, inverse)
+        top = _top(sizes)
         # The norm is that of all devices; `agreed` takes the largest of their bounds.
         count = sum(jnp.size(leaf) * devices_of(leaf) for leaf in leaves)
         bound = bounded_norm(top, count)
@@ -116,7 +117,8 @@ def _from_elements(
 ) -> tuple[jax.Array, jax.Array]:
     """Return which leaves are not finite, and the norm without squaring overflow."""
     sizes = [_largest(leaf) for leaf in leaves]
-    bad, top = _overflows(sizes, inverse), _top(sizes)
+    bad = _overflows(sizes, inverse)
+    top = _top(sizes)
     unit = jnp.where(top > 0, top, 1.0)
     parts = [
         _squares(_wide(leaf) / unit.astype(real_of(_wide(leaf)))) for leaf in leaves

@@ -20,7 +20,7 @@ __all__ = ["Clues", "LastStep", "weak_reference"]
 
 
 class Clues(NamedTuple):
-    """What the reason for a skip is found from, if somebody asks."""
+    """What the verdict and the offenders of a step are computed from, when read."""
 
     optimizer: Callable[[], Any]  # a weak reference
     names: Names

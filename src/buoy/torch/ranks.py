@@ -57,7 +57,7 @@ class Alone:
     several = False
 
     def introduce(self, *, foresees: bool, in_schedule: bool) -> None:
-        """There is nobody to compare with."""
+        """Nothing to compare: there are no other ranks."""
 
     def agree(
         self,

@@ -59,7 +59,8 @@ class Counts:
             Counts(low=0, counts=(2,), zeros=5, nonfinite=1, size=8, kind='weight')
         """
         whole = tuple(map(int, bins))
-        low, high = 1, 255
+        low = 1
+        high = 255
         while low < high and not whole[low]:
             low += 1
         while high > low and not whole[high - 1]:

@@ -207,7 +207,8 @@ def _from_lines(where: str, header: dict[str, Any], rest: str) -> Trace:
 
 def _lines(where: str, rest: str) -> Iterator[dict[str, Any]]:
     """Yield the lines, one in memory at a time."""
-    at, number = 0, 2
+    at = 0
+    number = 2
     while at < len(rest):
         end = rest.find("\n", at)
         text = rest[at:] if end < 0 else rest[at:end]
@@ -216,7 +217,8 @@ def _lines(where: str, rest: str) -> Iterator[dict[str, Any]]:
         yield _line(where, number, text)
         if end < 0:
             return
-        at, number = end + 1, number + 1
+        at = end + 1
+        number += 1
 
 
 def _line(where: str, number: int, text: str) -> dict[str, Any]:

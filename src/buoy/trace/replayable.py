@@ -125,7 +125,8 @@ def _histograms(rows: Rows, shots: Iterable[Shot], kind: Kind) -> list[Histogram
         there = place < len(rows) and rows.step[place] == shot.step
         if there and sum(seen.values()) > 0 and shot.scale > 0:
             shift = round(math.log2(shot.scale))
-            low, high = min(seen), max(seen)
+            low = min(seen)
+            high = max(seen)
             counts = tuple(seen.get(i, 0.0) for i in range(low, high + 1))
             made.append(Histogram(place, low - shift, counts))
     return made

@@ -19,7 +19,8 @@ __all__ = ["Headroom", "HeadroomState"]
 
 # The level.  Sizes are in binades: 1 binade is a factor of two.
 FADE = 3 / 64  # by which the peak falls in a step
-WIDE, NARROW = 8.0, 4.0  # the margin while few gradients are small, and otherwise
+WIDE = 8.0  # the margin while few gradients are small
+NARROW = 4.0  # the margin otherwise
 FEW = 2.0**-15  # the largest share of small gradients that counts as few
 CLIMB = 12.0  # up while all gradients are zero
 BLIND = 32.0  # log2 of a scale that zero gradients do not raise, if they set it
@@ -30,7 +31,8 @@ DEEP = 9.0  # how far below the level an overflow leads
 CRAWL = 2.0  # how far below the scale, if that is as deep or had reached the ceiling
 UNDO = 7.0  # how much of the rises before the last one an overflow takes back
 SOON = 4.0  # an overflow is soon if the ceiling waited for less
-SHORT, LONG = 1.0, 1024.0  # bounds of the patience, in steps
+SHORT = 1.0  # the least patience, in steps
+LONG = 1024.0  # the most
 LONGER = 32.0  # the factor of patience after an overflow that takes back
 HURRY = 1 / 64  # the part of a wait that is enough while all gradients are zero
 REST = 1 / 128  # the part of patience that is added to the wait after taking back
@@ -154,7 +156,8 @@ class Headroom:
         """Return the next state from the findings of this step."""
         if ops is None:
             ops = ops_of(seen.finite, state.scale)
-        where, finite = ops.where, seen.finite
+        where = ops.where
+        finite = seen.finite
         k = _exponent(state.scale, ops)
         amax = math.nan if seen.amax_log2 is None else seen.amax_log2
         measured = amax < 256.0  # neither inf nor NaN, which is: not measured

@@ -213,7 +213,8 @@ class LogNormal:
         spread = _times(ops, _round(ops, variance**0.5), self.constants.deviations)
         exponent = _round(ops, _round(ops, self.max_log2 - mean) - spread)
         scale = _round(ops, _exp2(ops, exponent))
-        low, high = self.constants.low, self.constants.high
+        low = self.constants.low
+        high = self.constants.high
         scale = where(scale > high, high, scale)
         return where(scale < low, low, scale)
 
@@ -243,7 +244,8 @@ def _exp2(ops: Ops, x: Scalar) -> Scalar:
     """
     near = ops.floor(x * 32.0 + 0.5) / 32.0
     r = x - near
-    low, high = _CUBIC[0] * r + _CUBIC[1], _CUBIC[2] * r + 1.0
+    low = _CUBIC[0] * r + _CUBIC[1]
+    high = _CUBIC[2] * r + 1.0
     return (low * (r * r) + high) * ops.exp2(near)
 
 

@@ -70,7 +70,7 @@ class Policy(Protocol):
         """Return the state for the next step, from the findings of this step."""
 
 
-_MEMBERS = {  # what each looks like, for somebody who has to write it
+_MEMBERS = {  # an example of each member, for error messages
     "bounds": "bounds = buoy.Bounds(low=2.0**-24, high=2.0**15)",
     "wants": "wants = frozenset()",
     "precision": 'precision = "float32"',

@@ -141,7 +141,9 @@ def oracle(trace: Trace) -> Replayed:
 
 def _oracle(judge: "_Judge") -> Replayed:
     trace = judge.trace
-    starts, exponents, lost = array("q"), array("d"), array("q")
+    starts = array("q")
+    exponents = array("d")
+    lost = array("q")
     fits = judge.best.exponents
     if judge.best.complete:
         starts.append(0)

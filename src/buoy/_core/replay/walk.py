@@ -195,7 +195,9 @@ def _walk_blind(policy: Policy, trace: Trace) -> Walk:
     state = machine.number(first)
     exponent = machine.exponents[state]
     limit = machine.limits[state]
-    starts, exponents, skipped = array("q", [0]), array("d", [exponent]), array("q")
+    starts = array("q", [0])
+    exponents = array("d", [exponent])
+    skipped = array("q")
     step = 0
     gave_up = False
     try:
@@ -234,7 +236,9 @@ def _walk_seeing(policy: Policy, trace: Trace) -> Walk:
     show = _shown(policy, trace)
     bounds = bounds_of(policy)
     losses = trace.loss_log2 if "loss" in policy.wants else None
-    starts, exponents, skipped = array("q"), array("d"), array("q")
+    starts = array("q")
+    exponents = array("d")
+    skipped = array("q")
 
     state: State = initial(policy)
     first = state
